@@ -10,6 +10,7 @@ CALLS = {
     "varlen": "`attention_varlen`",
     "cache": "`attention_with_cache`",
     "selected": "`selected_attention`",
+    "tokens": "`token_attention`",
     "layer": "`nn.SparseSelfAttention`",
     "multihead": "`nn.MultiheadAttention`",
     "sdpa": "`sdpa`",
@@ -49,6 +50,10 @@ _OF_INDEX = (
     "mask must not be given to selected_attention: index says what is live. Use attention with the mask of the same "
     "blocks and another one, masks.selected_keys(index, k_len=Nk, span=span, group=group) & mask."
 )
+_TOKENS = (
+    "{} must not be given to token_attention: its kernels gather tokens, and know no tiles. Use attention with the "
+    "mask masks.selected_keys(index, ...)."
+)
 _CACHE = (
     "scores with a cache must be of temperature, softcap, alibi, log_decay, relative, key_bias and sink; got {}. Use "
     "attention with the keys of the cache and a mask; for one new token a bias is a key_bias."
@@ -79,6 +84,13 @@ REFUSED = {
         for kind in ("alibi", "log_decay", "relative", "tile_bias", "function")
     },
     **{("selected", kind): _OF_INDEX for kind in ("mask", "mask by head", "mask by batch")},
+    **{("tokens", kind): _TOKENS.format("scores") for kind in SCORES},
+    ("tokens", "dropout"): _TOKENS.format("dropout_p"),
+    **{("tokens", kind): _TOKENS.format("mask") for kind in ("mask", "mask by head", "mask by batch")},
+    ("tokens", "lengths"): (
+        "lengths must not be given to token_attention: -1 in index is no token, so list none past the length, and none "
+        "for a query past it."
+    ),
     ("layer", "return_lse"): (
         "return_lse must not be given to SparseSelfAttention: a layer returns features of tokens. Use attention with "
         "its projections."

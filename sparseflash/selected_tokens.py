@@ -1,4 +1,4 @@
-"""`token_attention`: attention in which every query has a list of tokens, shared by the heads of its group."""
+"""Attention in which every query has a list of tokens, shared by the heads of its group, and scores of such lists."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import in_one_dtype
-from sparseflash.backends import reference
-from sparseflash.backends.refused_derivatives import (
-    refuse_functional_gradients,
-    refuse_second_gradients,
-    refuse_tangents,
-)
-from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
+from sparseflash.backends import reference, selected
 from sparseflash.blockmask.arguments import flag, integer
 from sparseflash.remedies import refuse, without_others
 from sparseflash.validation import check_tensors, checked_lists, checked_scale
@@ -60,9 +54,9 @@ def token_attention(
         causal: no query sees a key after it; such tokens of a list are ignored. The last query is at the last key.
         scale: `1 / sqrt(D)` by default.
         return_lse: also return lse `[B, Hq, Nq]`, the logarithm of the sum of exponentials.
-        backend: `"triton"` by default for CUDA tensors, which takes fp16, bf16 and fp32, head dims up to 576, groups of
-            up to 256 heads and lists of up to 8,192 tokens. `"reference"`, the default for others, takes every size
-            and has memory for `Nq * Nk` scores.
+        backend: `"triton"` by default for CUDA tensors, which takes fp16, bf16 and fp32, head dims up to 576 (fp32:
+            256), groups of up to 256 heads and lists of up to 8,192 tokens. `"reference"`, the default for others,
+            takes every size and needs memory for `Nq * Nk` scores.
 
     A query without a token has `out = 0`, `lse = -inf` and gradients of 0. Equal inputs have equal bits, forward and
     backward, in whatever order a list is. Time and memory follow the lists: a program gathers the tokens of one query,
@@ -88,17 +82,81 @@ def token_attention(
     v = None if v is None else other
     index = checked_lists(index, k.shape[0], k.shape[1], q.shape[2], q.device)
     scale, causal = checked_scale(scale, q.shape[3]), flag(causal, "causal")
-    if backend is None:
-        backend = "triton" if q.device.type == "cuda" else "reference"
-    if backend == "reference":
+    if _chosen_backend(backend, q.device) == "reference":
         values = k[..., :v_dim] if v is None else v
         live = _live(index, k.shape[2], causal).repeat_interleave(q.shape[1] // k.shape[1], 1)
         out, lse = reference.attention_to_live(q, k, values, live, scale)
-    elif backend == "triton":
-        out, lse = _by_kernels(q, k, v, index, v_dim, causal, scale)
     else:
-        raise ValueError(f"backend must be 'triton', 'reference' or None; got {backend!r}.")
+        out, lse = _by_kernels(q, k, v, index, v_dim, causal, scale)
     return (out, lse) if return_lse else out
+
+
+def token_scores(
+    q: Tensor, k: Tensor, index: Tensor, *, causal: bool = True, scale: float | None = None,
+    backend: TokenBackend | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(scores, tokens)`: the scores of listed tokens, with gradients, for an indexer's loss.
+
+    >>> q, k = torch.randn(1, 4, 100, 32, requires_grad=True), torch.randn(1, 1, 100, 32)  # an indexer's
+    >>> weights = torch.rand(1, 4, 100, 1)
+    >>> index = torch.rand(1, 100, 100).topk(8).indices
+    >>> scores, tokens = token_scores(q, k, index)
+    >>> logits = (weights * scores.relu()).sum(1).masked_fill(tokens[:, 0] < 0, -torch.inf)  # DSA's lightning indexer
+    >>> logits.shape, tokens.shape
+    (torch.Size([1, 100, 8]), torch.Size([1, 1, 100, 8]))
+
+        scores[b, h, p, n] = scale * q[b, h, p] . k[b, h // group, tokens[b, h // group, p, n]]
+
+    Args:
+        q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`.
+        index, causal, scale, backend: as for `token_attention`.
+
+    Returns:
+        scores fp32 (fp64 for fp64) `[B, Hq, Nq, K]`, and tokens int32 `[B, Hkv, Nq, K]`: the lists in ascending order,
+        with -1, and a score of -inf, for entries that are no token or name one again.
+
+    A loss such as the KL divergence from the attention to the indexer's softmax over chosen tokens takes the same lists
+    for both. Gradients reach q and k, in a fixed order; those of entries that are none are ignored.
+
+    Raises ValueError or TypeError if the tensors do not fit together.
+
+    Source: the indexer's loss over chosen tokens in DeepSeek-V3.2 (2025), section 2.1.1.
+    """
+    check_tensors(q, k, k)
+    q, k, _ = in_one_dtype(q, k, k)
+    index = checked_lists(index, k.shape[0], k.shape[1], q.shape[2], q.device)
+    scale, causal = checked_scale(scale, q.shape[3]), flag(causal, "causal")
+    if _chosen_backend(backend, q.device) == "triton":
+        selected.check(q, k, 1, index.shape[3])
+        return selected.token_scores(q, k, index, causal, scale)
+    tokens = _sorted(index, k.shape[2], causal)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    of_heads = tokens.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    if not scores.shape[3]:
+        return scores.new_full(of_heads.shape, -torch.inf), tokens
+    found = scores.gather(3, of_heads.clamp(min=0).long()).masked_fill(of_heads < 0, -torch.inf)
+    return found, tokens
+
+
+def _chosen_backend(backend: str | None, device: torch.device) -> str:
+    if backend is None:
+        return "triton" if device.type == "cuda" else "reference"
+    if backend not in ("triton", "reference"):
+        raise ValueError(f"backend must be 'triton', 'reference' or None; got {backend!r}.")
+    return backend
+
+
+def _sorted(index: Tensor, k_len: int, causal: bool) -> Tensor:
+    """The lists in ascending order, int32, with -1 for entries that are no token or name one again."""
+    index = index.to(torch.int64)
+    none = (index < 0) | (index >= k_len)
+    if causal:
+        q_len = index.shape[2]
+        none |= index > torch.arange(q_len, device=index.device)[:, None] + (k_len - q_len)
+    index = index.masked_fill(none, k_len).sort(-1).values
+    again = torch.nn.functional.pad(index[..., 1:] == index[..., :-1], (1, 0)) if index.shape[3] else none
+    return index.masked_fill(again | (index == k_len), -1).to(torch.int32)
 
 
 _BY_MASK = "its kernels gather tokens, and know no tiles. Use attention with the mask masks.selected_keys(index, ...)"
@@ -137,84 +195,9 @@ def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of Triton's kernels, through their operator."""
-    from sparseflash.backends.triton.selected import api  # imported late: the library must work without Triton
-    from sparseflash.backends.triton.selected.tiles import shares_values
-
-    api.check(q, k, v_dim, index.shape[3])
-    refuse_functional_gradients("triton")
-    refuse_tangents("triton", q, k, v)
-    if v is None and not shares_values(k.shape[3], v_dim):
+    selected.check(q, k, v_dim, index.shape[3])
+    if v is None and not selected.shares_values(k.shape[3], v_dim):
         v = k[..., :v_dim]
     if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale = -q, -scale
-    out, lse, *_ = torch.ops.sparseflash.token_attention(q, k, v, index, v_dim, causal, scale)
-    return out, lse
-
-
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    from sparseflash.backends.triton.selected import api
-
-    out, lse, chosen, kept = api.forward(q, k, v, index, v_dim, causal, scale)
-    return out, lse, *chosen, kept
-
-
-def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    lse = empty_lse(q)
-    lists = index.new_empty(index.shape, dtype=torch.int32)
-    kept = lse.new_empty((2, *lse.shape) if q.dtype == torch.float32 else (0,), dtype=torch.float32)
-    return empty_out(q, k[..., :v_dim] if v is None else v), lse, lists, lists.new_empty(lists.shape[:3]), kept
-
-
-def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, lse: Tensor,
-    lists: Tensor, counts: Tensor, kept: Tensor, scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    from sparseflash.backends.triton.selected import gradients
-    from sparseflash.backends.triton.selected.lists import Chosen
-
-    dq, dk, dv = gradients.backward(dout, dlse, q, k, v, out, lse, Chosen(lists, counts), kept, scale)
-    return dq, dk, k.new_empty(0) if dv is None else dv
-
-
-def _fake_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, *others: Any
-) -> tuple[Tensor, ...]:
-    return empty_gradient(q), empty_gradient(k), k.new_empty(0) if v is None else empty_gradient(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *_, ctx.scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 7
-    q, k, v, out, *saved = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = torch.ops.sparseflash.token_attention_backward(dout, dlse, q, k, v, out, *saved, ctx.scale)
-    return dq, dk, None if v is None else dv, None, None, None, None
-
-
-define(
-    "token_attention",
-    "(Tensor q, Tensor k, Tensor? v, Tensor index, int v_dim, bool causal, float scale) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-)
-define(
-    "token_attention_backward",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor out, Tensor lse, Tensor lists, Tensor counts, "
-    "Tensor kept, float scale) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _fake_backward,
-)
-torch.library.register_autograd("sparseflash::token_attention", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("sparseflash::token_attention_backward", refuse_second_gradients("triton"), lib=LIBRARY)
+    return selected.token_attention(q, k, v, index, v_dim, causal, scale)

@@ -18,15 +18,14 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Choose another with --hypothesis-profile=long. A test that needs fewer examples should scale the profile's
-# number, `@settings(max_examples=settings().max_examples // 4)`: a fixed one would defeat `long`.
+# Choose another with --hypothesis-profile=long. A test that needs fewer examples scales the profile's number.
 settings.register_profile(
     "dev", max_examples=25, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-# CI draws the same examples every time: a failure is due to the change, not to the draw.
+# CI draws the same examples every time.
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.register_profile("long", parent=settings.get_profile("dev"), max_examples=1000)
-# With it, tests/backends/test_exactness.py draws more than 20,000 cases with -m gpu.
+# tests/backends/test_exactness.py then draws more than 20,000 cases with -m gpu.
 settings.register_profile("many", parent=settings.get_profile("dev"), max_examples=125)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
@@ -46,7 +45,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("compile_ahead") and not asks_for_gpu(config):
         raise pytest.UsageError("--compile-ahead compiles what tests on a GPU launch: add -m gpu")
-    # Not from sys.argv: a worker of pytest-xdist has the options, but not the arguments.
+    # Not from sys.argv, which a worker of pytest-xdist lacks.
     if "triton" in sys.modules:
         raise pytest.UsageError("triton was imported before tests/conftest.py could choose its mode")
     if asks_for_gpu(config):
@@ -54,19 +53,19 @@ def pytest_configure(config):
     else:
         os.environ["TRITON_INTERPRET"] = "1"
 
-    gc.set_threshold(1_000_000, 20, 100)  # at the default of 700, every example would start a collection
+    gc.set_threshold(1_000_000, 20, 100)  # at the default of 700, every example collects
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
-        torch.set_num_threads(1)  # the workers share the cores already
+        torch.set_num_threads(1)
         if asks_for_gpu(config) and torch.cuda.device_count() > 1:  # workers share the GPUs, too
             worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
             torch.cuda.set_device(worker % torch.cuda.device_count())
 
 
 def pytest_collection_finish():
-    """Freezes all objects before the first test, so that full collections skip millions of them."""
+    """Full collections then skip millions of objects."""
     gc.freeze()
 
 
@@ -86,14 +85,13 @@ def pytest_runtest_call(item):
 def pytest_runtest_teardown(item, nextitem):
     result = yield
     if (nextitem is None or nextitem.path != item.path) and not asks_for_gpu(item.config):
-        # Objects of earlier test files are frozen as well, without their garbage, which could add up to gigabytes and
-        # hold GPU memory. Otherwise each collection in later files takes up to half a second.
+        # Garbage of earlier files could hold gigabytes. Without freezing, each collection takes up to half a second.
         gc.collect()
         gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
-        # Two threads in each of two workers wait for one another, which slows down whole test files.
+        # Two threads in each of two workers wait for one another.
         left = torch.get_num_threads()
         torch.set_num_threads(1)
         assert left == 1, f"a test must leave PyTorch with the one thread that it found; got {left}"
@@ -128,14 +126,12 @@ def kernels_are_compiled_ahead(request):
 
 @pytest.fixture
 def small_blocks_of_dense_attention(monkeypatch):
-    """In the interpreter the time depends on the number of tiles, not of tokens."""
     from sparseflash.backends import problem
 
     monkeypatch.setattr(problem, "DENSE_BLOCK", 16)
 
 
-# The slowest test files, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of tests, and
-# others take over from its end: slow files must not come last, or one worker is left alone with them.
+# The slowest files. They must not come last, or one worker of pytest-xdist is left alone with them.
 _LONG = (
     "test_distributed_attention.py",
     "test_compile.py",

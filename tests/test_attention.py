@@ -1,5 +1,3 @@
-"""`attention()`: consequences of its definition, on every backend, and its refusals."""
-
 import importlib
 import re
 import warnings
@@ -17,7 +15,6 @@ from tests.drawn.problems import Problem, problems
 from tests.processes.forked import python
 
 BACKENDS = ["reference", "blockwise", "triton"]
-# The interpreter takes about a hundred times as long as the others.
 FEWER = settings(max_examples=max(1, settings().max_examples // 4))
 CLOSE = {"rtol": 1e-5, "atol": 2e-5}
 
@@ -360,7 +357,7 @@ def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
 
 
 def run_without_the_interpreter(program):
-    """Triton chooses its mode when it is imported, so another mode needs another process."""
+    """Triton chooses its mode when it is imported."""
     prelude = "import torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
     done = python("-c", prelude + program)
     assert done.returncode == 0, done.stderr

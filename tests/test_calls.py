@@ -17,6 +17,7 @@ from sparseflash.grouped import selected_attention
 from sparseflash.huggingface.layer import Attention
 from sparseflash.huggingface.model_mask import mask_of_forward
 from sparseflash.nn import MultiheadAttention, SparseSelfAttention
+from sparseflash.selected_tokens import token_attention
 from tests.watched.waiting import assert_replays_as_called
 
 BATCH, HEADS, TOKENS, DIM, BLOCK = 2, 4, 20, 16, 16
@@ -38,8 +39,6 @@ def drawn(*shape, seed=0):
 
 @dataclass(frozen=True)
 class Problem:
-    """The same problem for every call: `[B, H, N, D]`, causal, and one feature."""
-
     feature: str
     device: str = "cpu"
     dtype: torch.dtype = torch.float64
@@ -53,7 +52,6 @@ class Problem:
         return 20 if self.feature == "Dv" else DIM
 
     def leaves(self):
-        """q, k, v, and the learned tensor of a score modification."""
         shapes = [(HEADS, DIM), (self.kv_heads, DIM), (self.kv_heads, self.v_dim)]
         found = [drawn(BATCH, heads, TOKENS, dim, seed=n) for n, (heads, dim) in enumerate(shapes)]
         learned = {
@@ -73,7 +71,6 @@ class Problem:
         return [TOKENS, 13] if self.feature == "lengths" else [TOKENS] * BATCH
 
     def pattern(self, length=TOKENS):
-        """The mask of one sequence, without lengths."""
         if self.feature in ("mask", "mask by head"):
             heads = range(HEADS) if self.feature == "mask by head" else [0]
             return masks.per_head([BlockMask.from_function(partial(window, h=h), length, block=BLOCK) for h in heads])
@@ -99,7 +96,6 @@ class Problem:
         return live.to(self.device)
 
     def changes(self, learned, mask=None, *, packed=False):
-        """The argument `scores`; `packed`: for sequences one behind the other."""
         (x,) = learned or (None,)
         if self.feature == "tile_bias":
             places = (lambda q, k: x[:, :, q % TOKENS, k % TOKENS]) if packed else (lambda q, k: x[:, :, q, k])
@@ -115,7 +111,6 @@ class Problem:
         }.get(self.feature, lambda: getattr(scores, self.feature)(x))()
 
     def truth(self, leaves, keep=None):
-        """out and lse by the definition, written out."""
         q, k, v, *learned = leaves
         k, v = (x.repeat_interleave(HEADS // self.kv_heads, 1) for x in (k, v))
         s, place = q @ k.mT / DIM**0.5, torch.arange(TOKENS, device=q.device)
@@ -145,7 +140,6 @@ class Problem:
 
     @property
     def options(self):
-        """The keyword arguments of a call with a function's arguments."""
         found = {"dropout_p": DROPPED} if self.feature == "dropout" else {}
         return found | ({"return_lse": True} if self.feature == "return_lse" else {})
 
@@ -153,8 +147,8 @@ class Problem:
         return {"scores": self.changes(learned, *more, **how)} if self.feature in SCORES else {}
 
 
-# Each takes a problem, and returns the function of its leaves that returns out, or out and lse. What a program makes
-# once, masks, layers and plans, is made outside of that function.
+# Each takes a problem and returns the function of its leaves that returns out, or out and lse; masks and layers are
+# made outside of it.
 
 
 def by_attention(p):
@@ -185,7 +179,7 @@ def by_cache(p):
     def run(*tensors):
         with_gradients = p.feature in ("gradients", "checkpoint")
         q, k, v, *learned = tensors if with_gradients else [x.detach() for x in tensors]
-        if p.feature == "lengths":  # the new tokens are the last of each sequence
+        if p.feature == "lengths":
             q = torch.stack([x.roll(TOKENS - n, 1) for x, n in zip(q, p.lengths())])
         found = attention_with_cache(q, k, v, lengths, **more, **p.scored(learned, mask))
         if p.feature == "lengths":
@@ -221,6 +215,14 @@ def packing(p):
         return found.unflatten(1, (BATCH, TOKENS)).transpose(0, 1)
 
     return packed, whole, sums
+
+
+def by_tokens(p):
+    more = p.options | ({"scores": scores.softcap(1.0)} if p.feature in SCORES else {})
+    more |= {"mask": p.mask()} if p.feature.startswith("mask") else {}
+    more |= {"lengths": p.lengths()} if p.feature == "lengths" else {}
+    index = torch.arange(TOKENS, device=p.device).expand(p.kv_heads, TOKENS, TOKENS)
+    return lambda q, k, v, *_: token_attention(q, k, v, index, **more)
 
 
 def by_layer(p):
@@ -281,11 +283,10 @@ def by_sdpa(p):
 
 
 def by_transformers(p):
-    """As Transformers calls it in each layer; tests/test_huggingface.py has the models."""
     attends = Attention(p.mask(), BLOCK)
 
     def run(q, k, v, *learned):
-        if p.feature == "export":  # a model asks for its mask first
+        if p.feature == "export":
             mask_of_forward(BATCH, TOKENS, TOKENS, mask_function=lambda b, h, q, k: k <= q, block=BLOCK)
         more = {
             "softcap": lambda: {"softcap": 1.5},
@@ -299,7 +300,6 @@ def by_transformers(p):
 
 
 def by_distributed(p):
-    """On one rank; tests/distributed has several."""
     mask = p.mask()
     plan = distributed.shard(mask, transport="collective")
 
@@ -310,8 +310,9 @@ def by_distributed(p):
 
 
 BY = {
-    "attention": by_attention, "varlen": by_varlen, "cache": by_cache, "selected": by_selected, "layer": by_layer,
-    "multihead": by_multihead, "sdpa": by_sdpa, "transformers": by_transformers, "distributed": by_distributed,
+    "attention": by_attention, "varlen": by_varlen, "cache": by_cache, "selected": by_selected, "tokens": by_tokens,
+    "layer": by_layer, "multihead": by_multihead, "sdpa": by_sdpa, "transformers": by_transformers,
+    "distributed": by_distributed,
 }  # fmt: skip
 CELLS = [(call, feature) for call in CALLS for feature in FEATURES if (call, feature) not in NOTHING]
 
@@ -363,7 +364,6 @@ def test_a_cell_is_exact_or_refused(call, feature):
 
 
 def kept(call):
-    """Which weights the seed that the call draws keeps."""
     torch.manual_seed(3)
     seed = seed_tensor(None, torch.device("cpu"))
     torch.manual_seed(3)

@@ -1,5 +1,3 @@
-"""The commands of the READMEs: each program exists, with its options."""
-
 import re
 import shlex
 from importlib import import_module
@@ -9,13 +7,12 @@ import typer.main
 
 from tests.docs.pages import PAGES, text
 
-# Pages of results give commands as they were run; these programs have moved since.
+# Pages of results give commands as they were run.
 MOVED = ("speed", "io", "tune", "blocks", "compile", "exactness", "patterns")
 RUN = re.compile(r"-m (experiments[.\w]*\w)((?:\"[^\"`\n]*\"|'[^'`\n]*'|[^`\n;|])*)")
 
 
 def joined(page):
-    """The text with continued lines in one, and a variable of the shell replaced by its value."""
     found = re.sub(r"\\\n\s*", " ", text(page))
     for name, value in re.findall(r'^\s*(\w+)="(.*)"$', found, re.MULTILINE):
         found = found.replace(f"${name}", value)
@@ -23,11 +20,10 @@ def joined(page):
 
 
 def commands(page):
-    """`(program, words)` of each command of a page; the program of `sparseflash` has that name."""
     found = joined(page)
     yield from ((program, rest) for program, rest in RUN.findall(found))
     yield from (("sparseflash", rest) for rest in re.findall(r"(?:^|`)sparseflash ([a-z][^`\n]*)", found, re.MULTILINE))
-    # A table with `python -m program ...` in its head replaces the dots by the cells below.
+    # A table with `python -m program ...` in its head.
     head = None
     for line in found.splitlines():
         cell = line.split("|")[1] if line.startswith("|") else ""
@@ -56,9 +52,9 @@ def program_of(name):
 
 
 def wrong_with(name, rest):
-    if name == "experiments.benchmarks":  # the one command for all benchmarks
+    if name == "experiments.benchmarks":
         word, _, rest = rest.strip().partition(" ")
-        return None if word in ("show", "NAME") else wrong_with(f"{name}.{word}", rest)  # NAME stands for any
+        return None if word in ("show", "NAME") else wrong_with(f"{name}.{word}", rest)
     command = program_of(name)
     if command is None:
         return f"there is no {name} to run"

@@ -1,5 +1,3 @@
-"""Decoding: a cache gives the same as attention over its live keys, in any memory layout."""
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +24,7 @@ def generator(seed):
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of sequences in a cache with room for `room` tokens, and which keys their last queries see."""
+    """A cache with room for `room` tokens, and which keys the last queries see."""
 
     lengths: tuple
     heads: tuple  # query heads, key heads
@@ -42,7 +40,7 @@ class Case:
     dtype: torch.dtype
     v_dim: int
     seed: int
-    block_k: int = 32  # of the mask
+    block_k: int = 32
 
     def pages(self):
         shape = (len(self.lengths), self.heads[1], self.chosen)
@@ -59,7 +57,6 @@ class Case:
         return masks.per_head([causal, *others, *others][:heads])
 
     def options(self):
-        """The keyword arguments that determine the live keys."""
         found = {}
         if self.starts is not None:
             found["starts"] = torch.tensor(self.starts)
@@ -74,7 +71,7 @@ class Case:
         return found
 
     def live(self):
-        """By the docstring, one query at a time: bool `[B, Hq, Nq, room]`."""
+        """The docstring, one query at a time: bool `[B, Hq, Nq, room]`."""
         q_heads, kv_heads = self.heads
         live = torch.zeros(len(self.lengths), q_heads, self.q_len, self.room, dtype=torch.bool)
         t = torch.arange(self.room)
@@ -107,7 +104,7 @@ class Case:
         )  # fmt: skip
 
     def in_pages(self, *caches):
-        """The caches in shuffled pages, `[P, page, H, D]` in memory, among others that nobody reads."""
+        """The caches in shuffled pages, `[P, page, H, D]`."""
         n = -(-self.room // self.page)
         table = torch.randperm(len(self.lengths) * n + 3, generator=generator(self.seed))[: len(self.lengths) * n]
         table = table.view(len(self.lengths), n).int()
@@ -171,7 +168,7 @@ BUCKETS = scores.t5_buckets(8, 30)
 
 
 def changes_of(kinds, case, dtype):
-    """`(modifications, the same by name as tensors of this dtype)`; those of tokens have the room of the cache."""
+    """`(modifications, the same by name as tensors of this dtype)`."""
     g, heads, found = generator(case.seed + 2), case.heads[0], {}
     room = -(-case.room // case.page) * case.page if case.paged else case.room
     shapes = {
@@ -201,7 +198,7 @@ def changes_of(kinds, case, dtype):
 
 
 def by_formula(kinds, case, q, k, v):
-    """out and lse as the docstrings define them, in the dtype of q."""
+    """out and lse as the docstrings define them."""
     _, given_ = changes_of(kinds, case, q.dtype)
     group = case.heads[0] // case.heads[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -246,9 +243,9 @@ def by_formula(kinds, case, q, k, v):
 @example(PLAIN, ["bias", "sink"])
 @example(replace(PLAIN, q_len=3, lengths=(2, 40)), ["temperatures", "relative", "sink"])
 @example(replace(PLAIN, lengths=(0, 5), dtype=torch.float16), ["softcap", "sink"])
-@example(replace(PLAIN, heads=(9, 1), q_len=16, paged=True), ["alibi", "key_bias"])  # more rows than a tile has
+@example(replace(PLAIN, heads=(9, 1), q_len=16, paged=True), ["alibi", "key_bias"])
 @example(replace(PLAIN, mask="one", block_k=16, q_len=3), ["log_decay", "relative"])
-@np.errstate(over="ignore", invalid="ignore")  # of the interpreter's numpy, past the ends
+@np.errstate(over="ignore", invalid="ignore")
 def test_score_modifications_take_the_queries_at_the_end_of_the_cache(backend, case, kinds):
     if "alibi" in kinds and "log_decay" in kinds:
         kinds.remove("log_decay")
@@ -307,7 +304,7 @@ def test_calls_with_scores_are_prepared_once_and_read_what_each_is_given(monkeyp
 
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_windows_and_sinks_may_end_anywhere_in_a_tile(q_len):
-    """The kernel walks the tiles of the sinks and of the window, which may overlap."""
+    """The tiles of the sinks and of the window may overlap."""
     g = generator(0)
     q, (k, v) = torch.randn(4, 1, q_len, 16, generator=g), torch.randn(2, 4, 1, 96, 16, generator=g)
     lengths, starts = torch.tensor([96, 95, 64, 67]), torch.tensor([0, 5, 31, 32])
@@ -334,7 +331,7 @@ def test_pages_are_the_same_as_a_contiguous_cache(backend, options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31, 2**32, 2**32 + 1, 2**63 - 1, 1 - 2**32, -(2**63)])
 def test_numbers_of_64_bits_are_what_they_are(backend, number):
-    """Lengths beyond the room count as the room, and numbers of no page are ignored; no number is cut to 32 bits."""
+    """No number is cut to 32 bits."""
     q, k = torch.randn(1, 4, 3, 16, generator=generator(0)), torch.randn(1, 2, 64, 16, generator=generator(1))
     given, room, end = torch.tensor([number]), torch.tensor([64]), torch.tensor([64 if number > 0 else 0])
 
@@ -370,7 +367,7 @@ def test_a_page_that_is_chosen_twice_counts_once(backend, dtype, paged):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**63, 2**70])
 def test_a_window_sinks_or_a_page_of_any_size_are_as_good_as_the_room(backend, number):
-    """Kernels take them in 32 bits: a kernel compiled for a small number is started with a large one, too."""
+    """A kernel compiled for a small number is started with a large one, too."""
     q, k = torch.randn(1, 4, 3, 16, generator=generator(0)), torch.randn(1, 2, 64, 16, generator=generator(1))
 
     def call(**options):
@@ -407,7 +404,7 @@ def test_more_splits_than_keys_are_as_many_as_keys():
 
 
 def test_the_number_of_a_page_is_loaded_once_for_all_its_keys():
-    """In three places: for the first tile of keys, for the second, and in the loop for the one after next."""
+    """For the first tile of keys, for the second, and in the loop."""
     source = """
 from unittest import mock
 import torch
@@ -507,7 +504,6 @@ def test_calls_of_one_layout_are_prepared_once_and_read_what_each_is_given(monke
 
 
 def beside_alignment(x):
-    """The same numbers, not at a multiple of 16 bytes."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
@@ -540,7 +536,7 @@ def test_calls_that_differ_in_anything_are_prepared_each(monkeypatch):
         for _ in range(2):
             assert all(map(torch.equal, attention_with_cache(**common | variant), wanted)), variant
         assert len(prepared) == number, variant
-    # A table with gaps is copied first, so a call with one must not be taken for a prepared one.
+    # A table with gaps is copied first.
     gaps = torch.tensor([[1, 7], [0, 7]])[:, :1]
     clear_caches()
     for _ in range(2):
@@ -585,7 +581,7 @@ def test_what_is_refused_is_refused_where_a_call_like_it_is_prepared(given, erro
 
 
 def test_queries_and_tables_that_are_copied_first_are_right_when_repeated():
-    q = torch.randn(16, 1, 4, 2).half().permute(3, 2, 1, 0)  # no contiguous head dim
+    q = torch.randn(16, 1, 4, 2).half().permute(3, 2, 1, 0)
     k, v = torch.randn(2, 2, 2, 64, 16).half()
     (k_pages, v_pages), table = PLAIN.in_pages(k, v)
     strided = torch.stack([table, -table], dim=-1)[..., 0]
@@ -617,8 +613,8 @@ def test_without_queries_or_sequences_the_result_is_empty(backend):
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 128))
-@example(0, 9, 128)  # more than the 8 pages of the cache
-@example(0, 1, 400)  # more tokens than the pages have room for
+@example(0, 9, 128)
+@example(0, 1, 400)
 def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k, length):
     g = generator(seed)
     q, cache = torch.randn(1, 4, 1, 8, generator=g), torch.randn(1, 2, 128, 8, generator=g)

@@ -1,7 +1,4 @@
-"""A default device for new tensors (`torch.set_default_device`) moves no mask, and breaks no function of masks.
-
-The meta device stands for a GPU: its tensors do not mix with the CPU's either, and have no contents to read.
-"""
+"""The meta device stands for a GPU: its tensors do not mix with the CPU's."""
 
 import dataclasses
 
@@ -25,7 +22,7 @@ ELSEWHERE = torch.device("meta")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 def test_a_pattern_is_the_same_mask_on_the_cpu(pattern):
     want = pattern.build(1024, 32)
-    clear_caches()  # otherwise cached masks of the CPU would do
+    clear_caches()
     with ELSEWHERE:
         got = pattern.build(1024, 32)
     assert got.device.type == "cpu" and got == want
@@ -72,7 +69,7 @@ CONSTRUCTORS = {
 @pytest.mark.parametrize("build", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_a_constructor_makes_the_same_mask_on_the_cpu(build):
     want = build()
-    clear_caches()  # otherwise cached masks of the CPU would do
+    clear_caches()
     with ELSEWHERE:
         got = build()
     assert got.device.type == "cpu" and got == want
@@ -200,7 +197,7 @@ NEIGHBOURS = {
 
 
 def plain(value):
-    """`value` in a form that `==` compares, with the device of each tensor."""
+    """In a form that `==` compares, with the devices."""
     if isinstance(value, BlockMask):
         return value.device, value.dynamic, plain(value._arrays())
     if isinstance(value, torch.Tensor):
@@ -213,7 +210,7 @@ def plain(value):
 @pytest.mark.parametrize("make", [many, chosen, window])
 @pytest.mark.parametrize("use", [*METHODS.values(), *ANALYSES.values()], ids=[*METHODS, *(f"of {a}" for a in ANALYSES)])
 def test_what_is_done_with_a_mask_is_the_same(make, use, tmp_path):
-    want, mask = use(make(), tmp_path), make()  # another mask, without caches
+    want, mask = use(make(), tmp_path), make()
     with ELSEWHERE:
         got = use(mask, tmp_path)
     assert plain(got) == plain(want)

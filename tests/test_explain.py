@@ -1,5 +1,3 @@
-"""`explain` describes the run of `attention`: the same kernels, tiles and work, for the GPU at hand or another."""
-
 from unittest import mock
 
 import pytest
@@ -67,7 +65,7 @@ def test_each_choice_has_its_reason():
 
     unaligned = [x[..., 1:] for x in empty(dim=65)]
     aligned_copies = explain(*unaligned, **HOPPER).kernels
-    assert all(each.loads.startswith("descriptors") for each in aligned_copies)  # copies with aligned rows
+    assert all(each.loads.startswith("descriptors") for each in aligned_copies)
     loads, _ = reasons(empty()[0], *(x.expand(1, 4, 4096, 64) for x in empty(heads=1)[1:]))
     assert loads == {"a tensor has rows that are not aligned to 16 bytes, or is expanded"}
     loads, walks = reasons(*empty(), masks.butterfly(4096, block=16))
@@ -217,7 +215,7 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
 
 
 def test_a_new_family_is_one_entry_of_the_list_of_families():
-    """A folder of kernels for 10.0 that serves nothing yet: its own file, and its line in `dispatch.FAMILIES`."""
+    """A folder of kernels for 10.0 that serves nothing yet, and its line in `dispatch.FAMILIES`."""
 
     def refuses(request):
         if request.architecture.capability[0] != 10:
@@ -238,7 +236,6 @@ def test_a_new_family_is_one_entry_of_the_list_of_families():
 
 @pytest.mark.parametrize("backend", [None, "triton", "hopper"])
 def test_a_mask_that_is_made_at_every_step_is_explained_where_no_kernel_runs(backend):
-    """Elsewhere kernels plan such a mask. Here it is on a CPU, without Triton's interpreter."""
     program = f"""
 import torch
 from sparseflash import explain, masks
@@ -255,7 +252,7 @@ for each in explain(q, q, q, mask, capability=(9, 0), backend={backend!r}).kerne
 
 
 def test_chosen_blocks_are_explained_for_hopper_without_a_gpu():
-    """Nothing that a GPU would plan with a kernel is compiled, and rows are as long as they would be there."""
+    """Nothing that a GPU would plan with a kernel is compiled."""
     done = python(
         "-c",
         """
@@ -280,7 +277,7 @@ def test_it_is_public():
 
 
 def test_tables_on_the_meta_device_are_those_that_they_are_with_contents():
-    """Tables whose buckets change with every key, `offsets % 3`, are not for the Hopper kernels."""
+    """Tables such as `offsets % 3` are not for the Hopper kernels."""
     mask = masks.causal(640)
 
     def told(device, bucket):

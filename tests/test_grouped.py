@@ -1,5 +1,3 @@
-"""Grouped heads that share a choice of blocks: the same result as with a mask of chosen keys."""
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -19,7 +17,6 @@ def generator(seed):
 
 
 def live_of(index, group, span, k_len, causal):
-    """The docstring's rule, an entry at a time: bool `[B, Hq, Nq, Nk]`."""
     batch, kv_heads, q_len, _ = index.shape
     live = torch.zeros(batch, kv_heads, q_len, k_len, dtype=torch.bool)
     for b, h, q, n in (index >= 0).nonzero().tolist():

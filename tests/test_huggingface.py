@@ -1,7 +1,3 @@
-"""Models of Hugging Face Transformers: the same results as with their own attention, or with a pattern
-in their mask.
-"""
-
 import copy
 import inspect
 import weakref
@@ -31,7 +27,7 @@ SIZES = {
 }  # fmt: skip
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 LLAMA = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)
-# The argument and the output that hold a model's cache; Transformers 5.24 has renamed them.
+# Transformers 5.24 has renamed them.
 CACHE = "cache" if "cache" in inspect.signature(LLAMA[0].forward).parameters else "past_key_values"
 GPT2 = (
     transformers.GPT2LMHeadModel,
@@ -116,7 +112,7 @@ def pair(model, own="eager", ours="block_sparse"):
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "sink" in name or "relative" in name:
-                parameter.normal_()  # they begin empty, or at 0
+                parameter.normal_()
     other = copy.deepcopy(theirs)
     theirs.set_attn_implementation(own)
     other.set_attn_implementation(ours)
@@ -128,7 +124,6 @@ def ids(length, batch=2, seed=0):
 
 
 def compared(theirs, ours, kept=None, **inputs):
-    """Results and gradients of both; `kept`: the tokens that are compared."""
     results = []
     for model in (theirs, ours):
         model.zero_grad()
@@ -159,8 +154,7 @@ def padded(where, length=70):
 @pytest.mark.parametrize("padding", ["none", "right", "left", "scattered"])
 def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
     tokens = None if padding == "none" else padded(padding)
-    # For queries without a live key, before padding on the left or far past its beginning on the right, implementations
-    # differ; all others are compared.
+    # Implementations differ for queries without a live key.
     everywhere = tokens is None or (padding == "right" and model in (LLAMA, BERT))
     kept = None if everywhere else tokens.bool()
     compared(*pair(model), kept=kept, input_ids=ids(70), attention_mask=tokens)
@@ -168,7 +162,6 @@ def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
 
 @pytest.mark.parametrize("target", [39, 40])
 def test_cross_attention_sees_all_but_the_padding_of_the_source(target):
-    """Also if the source has padding and the same number of tokens."""
     inputs = {"input_ids": ids(40), "attention_mask": padded("right", 40), "decoder_input_ids": ids(40)[:, :target]}
     compared(*pair(BART), **inputs)
 
@@ -186,7 +179,7 @@ def test_cross_attention_has_no_pattern():
 
 
 def test_a_prompt_that_is_seen_by_all_of_it():
-    """PaliGemma makes its own rule, and passes the masks on as finished ones."""
+    """PaliGemma makes its own rule, and passes finished masks on."""
     vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.PaliGemmaConfig(
         vision_config={
@@ -282,7 +275,6 @@ def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
 
 
 def test_a_cache_changes_nothing():
-    """Token by token behind a cache, in parts, and all at once."""
     huggingface.register(masks.local(100, window=9, block=16) | masks.strided(100, stride=8, block=16))
     _, ours = pair(LLAMA)
     with torch.no_grad():
@@ -296,7 +288,7 @@ def test_a_cache_changes_nothing():
 
 @pytest.mark.parametrize("length", [10, 40])
 def test_layers_with_windows_forget_in_their_caches(length):
-    """Parts that are shorter and longer than the window, behind caches of two kinds in one model."""
+    """Parts shorter and longer than the window, behind caches of two kinds."""
     results = []
     for model in pair(GEMMA3):
         cache, found = None, []
@@ -324,8 +316,8 @@ def test_no_mask_is_built_for_a_generated_token(model, pattern):
         mock.patch.object(layer, "attention_with_cache", wraps=layer.attention_with_cache) as decoded,
     ):
         got = ours.generate(ids(9), max_new_tokens=8, **options)
-    assert built.call_count <= 1  # for the prompt
-    assert decoded.call_count == 7 * 2  # tokens after the first, layers
+    assert built.call_count <= 1
+    assert decoded.call_count == 7 * 2
     with mock.patch.object(model_mask, "FEW", 0):  # with a mask for each token
         assert torch.equal(ours.generate(ids(9), max_new_tokens=8, **options), got)
 
@@ -360,7 +352,7 @@ def test_dropout_is_that_of_training():
 
 @pytest.fixture
 def compiles_anew():
-    """Removes PyTorch's limit of compilations, after which it runs uncompiled."""
+    """Without PyTorch's limit of compilations."""
     torch.compiler.reset()
 
 
@@ -372,7 +364,7 @@ def test_a_compiled_model_gives_the_same(compiles_anew):
 
 @pytest.mark.parametrize("model", [LLAMA, MISTRAL, GEMMA3], ids=name_of)
 def test_a_compiled_model_builds_its_masks_once(model, compiles_anew):
-    """While a model is traced, Transformers cannot see that nothing is packed, and makes a rule of a tensor."""
+    """While it traces, Transformers cannot see that nothing is packed, and makes a rule of a tensor."""
     model_mask._masks.clear()
     _, ours = pair(model)
     compiled = torch.compile(ours, backend="eager")
@@ -387,7 +379,7 @@ def test_a_compiled_model_builds_its_masks_once(model, compiles_anew):
 
 @pytest.mark.parametrize("patterned", [False, True])
 def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
-    """The graph breaks in one place, where the masks of a forward are made. Other paddings compile nothing anew."""
+    """The graph breaks once, where masks are made."""
     huggingface.register(masks.local(80, window=30, causal=True) if patterned else None, name="whole")
 
     def compiled(layers):
@@ -412,7 +404,7 @@ def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("own", [rules.causal_mask_function, rules.sliding_window_causal_mask_function(9)])
 def test_a_rule_of_packed_sequences_is_kept_where_a_row_has_two(own, moves):
-    """moves: like newer versions, which let the model's rule see the positions in the sequences."""
+    """moves: newer versions let the model's rule see the positions in the sequences."""
     if moves and not hasattr(rules, "remap_positions_for_packed_sequence"):
         pytest.skip("this version of Transformers has no such rule")
     for second in (0, 1):
@@ -438,7 +430,7 @@ def test_packed_sequences_of_a_compiled_model_see_themselves(compiles_anew):
 
 
 def user_rule(batch, head, q, k):
-    """For single positions only: its indexing does not broadcast."""
+    """Its indexing does not broadcast."""
     return torch.arange(3)[q % 3] == torch.arange(3)[k % 3]
 
 
@@ -475,7 +467,7 @@ def rule_of(name, number, batch, length, seed):
 def test_the_masks_are_transformers_own_within_the_pattern(
     name, number, batch, queries, before, room, first, padding, pattern, seed
 ):
-    """first: keys that a sliding cache has dropped; room: of a static cache."""
+    """first: keys dropped by a sliding cache; room: of a static cache."""
     q_offset, kv_length = first + before, before + queries + room
     stop = first + kv_length
     if pattern is not None:
@@ -501,16 +493,15 @@ def test_the_masks_are_transformers_own_within_the_pattern(
         want = want & pattern.to_dense()[:, :, q_offset : q_offset + queries, first:stop]
     live = torch.ones(()).bool() if mask is None else mask.to_dense()
     assert torch.equal(live.expand(batch, 1, queries, kv_length), want)
-    # For some queries only, as Gemma 4 does.
     some = made[:, :, queries // 2 :, :].within(pattern, torch.device("cpu"))
     live = torch.ones(()).bool() if some is None else some.to_dense()
     assert torch.equal(live.expand(batch, 1, -(-queries // 2), kv_length), want[:, :, queries // 2 :])
 
 
 def test_the_room_of_a_cache_needs_no_mask_of_padding():
-    """Nor does a padding mask without padding: the mask of the rule is used as it is, cached and planned."""
+    """The mask of the rule is used as it is, cached and planned."""
     tokens = torch.ones(2, 40, dtype=torch.bool)
-    tokens[:, 30:] = False  # room after the 30 queries
+    tokens[:, 30:] = False
     asked = {"queries": (0, 30), "keys": (0, 40), "may_cross": False, "block": 16}
     once, again = (
         ModelMask(rules.causal_mask_function, 2, padding=tokens, device=torch.device("cpu"), **asked).within(
@@ -537,7 +528,7 @@ def test_a_finished_mask_is_read_with_one_synchronisation(mask, monkeypatch):
 @pytest.mark.parametrize("kind", ["bool", "float", "learned", "-10000", "of three dimensions"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
-    """The result is the same as in smaller blocks, where it is read: 0 for queries that see no key."""
+    """As in smaller blocks, where it is read."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 4, 40, 16, generator=generator).to(dtype) for _ in range(4))
     live = torch.rand(2, 1, 40, 40, generator=generator) < 0.5
@@ -579,7 +570,6 @@ def test_a_finished_mask_of_one_block_breaks_no_graph(compiles_anew):
 
 
 def test_a_finished_mask_of_one_block_leaves_large_scores_alone():
-    """The mask separates dead from live scores, not their size."""
     q, k, v = (60 * torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)) for _ in range(3))
     live = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
     got, want = (layer.Attention(None, block)(torch.nn.Module(), q, k, v, live, scaling=8.0)[0] for block in (128, 16))
@@ -587,7 +577,6 @@ def test_a_finished_mask_of_one_block_leaves_large_scores_alone():
 
 
 def enlarged(dense, length):
-    """At least `length` queries and keys."""
     repeats = [-(-length // n) for n in dense.shape[2:]]
     return dense.repeat(1, 1, *repeats)
 
@@ -628,7 +617,7 @@ def test_masks_of_known_rules_are_kept():
 
 
 def test_what_is_kept_serves_batches_of_any_size():
-    """Also where Transformers' own rules are called with single positions, as the rules are that a model adds."""
+    """Also where Transformers' own rules are called with single positions."""
     rule = rules.and_masks(rules.bidirectional_mask_function, rules.sliding_window_bidirectional_overlay(5))
     for batch in (3, 2, 1):
         asked = ModelMask(rule, batch, (0, 40), (0, 40), None, False, 16, torch.device("cpu"))
@@ -637,7 +626,6 @@ def test_what_is_kept_serves_batches_of_any_size():
 
 
 def test_images_with_a_pattern_make_it_once():
-    """Their models ask for no mask, and each layer begins anew."""
     huggingface.register(masks.local(65, window=9, block=16))
     _, ours = pair(VIT)
     with mock.patch.object(model_mask, "rule_mask", side_effect=model_mask.rule_mask) as made:

@@ -1,5 +1,3 @@
-"""Models of Transformers on a GPU, with compiled kernels: as exact as eager attention, in training and generation."""
-
 from dataclasses import replace
 from unittest import mock
 
@@ -15,8 +13,8 @@ from sparseflash.huggingface import layer
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 DEVICE = torch.device("cuda")
-TOKENS = 300  # not a multiple of a tile
-# Heads of 64, which kernels of every kind take; the weights make attention neither uniform nor one-hot.
+TOKENS = 300
+# The weights make attention neither uniform nor one-hot.
 SIZES = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.08,
@@ -136,7 +134,6 @@ def test_a_batch_with_padding_on_the_left_generates_eagers_tokens(cache):
 
 
 def test_a_finished_mask_of_one_block_is_not_waited_for():
-    """As for the windows of a Swin."""
     q, k, v = (torch.randn(8, 3, 49, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     mask = torch.randn(8, 1, 49, 49, device=DEVICE, dtype=torch.bfloat16)
     called = layer.Attention(None, 128)

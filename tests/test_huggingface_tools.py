@@ -1,5 +1,3 @@
-"""Tools used together with Transformers: generation, PEFT, Accelerate, Trainer, device maps, beside SDPA."""
-
 import copy
 
 import pytest
@@ -90,7 +88,7 @@ def test_lora_trains_saves_loads_and_merges(tmp_path):
         out = tuned(input_ids=IDS, labels=IDS)
         out.loss.backward()
         gradients = [parameter.grad for parameter in tuned.parameters() if parameter.grad is not None]
-        assert len(gradients) == 2 * 2 * 2  # layers, projections, factors
+        assert len(gradients) == 2 * 2 * 2
         tuned.save_pretrained(tmp_path)
         base = llama()
         base.set_attn_implementation(model.config._attn_implementation)
@@ -129,7 +127,7 @@ def test_the_trainer_checkpoints_and_resumes(tmp_path):
 
 def test_accelerate_trains_in_mixed_precision():
     accelerate = pytest.importorskip("accelerate")
-    rows = IDS.repeat(4, 1)  # the same batch four times
+    rows = IDS.repeat(4, 1)
     losses = []
     for model in pair():
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -147,7 +145,7 @@ def test_accelerate_trains_in_mixed_precision():
             losses[-1].append(loss.item())
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     assert losses[1][-1] < losses[1][0]
-    torch.testing.assert_close(*map(torch.tensor, losses), rtol=2e-3, atol=0)  # bf16
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("where", ["cpu", "auto", "disk"])

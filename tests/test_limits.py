@@ -1,5 +1,3 @@
-"""Counts in 32 bits: larger counts and lengths are refused, before memory is allocated for them."""
-
 import re
 
 import pytest

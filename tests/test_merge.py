@@ -1,6 +1,3 @@
-"""`merge_attention`: parts of the keys merge into the whole. PyTorch's operations and the kernels, here in Triton's
-interpreter, merge alike."""
-
 import re
 from unittest import mock
 
@@ -17,7 +14,7 @@ from tests.drawn.problems import problems
 
 
 def parts_of(count, shape, dtype, seed, heads_inside):
-    """Parts; some have no keys for some queries, and none has keys for one query. out in either common layout."""
+    """Some parts have no keys for some queries, and none has keys for one query."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, tokens, dim = shape
     outs, lses = [], []
@@ -59,7 +56,6 @@ def test_the_kernels_merge_as_exactly_as_operations(count, dtype, seed, shape, h
 
 
 def sliced(x):
-    """The same values, as every second token of a tensor with gaps."""
     return torch.stack([x, torch.full_like(x, torch.nan)], 3).flatten(2, 3)[:, :, ::2]
 
 
@@ -103,7 +99,6 @@ def test_parts_must_fit_together():
     sink_in=st.integers(-1, 3),
 )  # fmt: skip
 def test_parts_of_the_keys_merge_into_the_whole(problem, seed, parts, sink_in):
-    """With a sink in one of the parts, also for queries that have no key in that part, or in any."""
     q, k, v, dout, dlse = problem.tensors()
     mask = problem.mask
     dense = torch.ones(problem.q_len, problem.k_len, dtype=torch.bool) if mask is None else mask.to_dense()
@@ -164,7 +159,7 @@ def test_a_query_without_keys_has_no_gradients_whatever_arrives(devices, parts):
 
 @pytest.mark.parametrize("devices", [(), ("cpu",)])
 def test_gradients_of_gradients_and_gradients_in_batches(devices):
-    """The kernels' results have no graph, so PyTorch's operations compute both."""
+    """The kernels' results have no graph."""
     outs, lses, dout, dlse = parts_of(2, (1, 2, 5, 16), torch.float32, 0, False)
 
     def both(dtype, devices):
@@ -190,7 +185,6 @@ def test_fp64_is_merged_by_operations(dtype):
 
 @pytest.mark.parametrize("logit", [-torch.inf, 3e4])
 def test_a_sink_of_a_query_without_keys_makes_nothing_of_nothing(logit):
-    """Its lse is the sink's. A sink of -inf has no effect."""
     out, lse = torch.ones(1, 2, 2, 4, requires_grad=True), torch.tensor([[[0.0, -torch.inf]] * 2], requires_grad=True)
     logits = torch.full((2,), logit, requires_grad=True)
     masked = out.masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0)

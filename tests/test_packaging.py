@@ -1,5 +1,3 @@
-"""The wheel holds the library and nothing else, and `sparseflash.masks` is a real package in it."""
-
 import os
 import re
 import shutil
@@ -14,12 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {".md", ".png"}  # read in the repository, not installed
+PAGES = {".md", ".png"}
 VERSION = re.search(r'^version = "(.+?)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
 def python(*arguments, cwd, path=None):
-    """Run Python outside this checkout: with `path` alone as PYTHONPATH, and pip without a network."""
+    """Outside this checkout: with `path` alone as PYTHONPATH, and pip without a network."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     if path is not None:
@@ -40,7 +38,7 @@ def names_in(wheel):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of the checkout: setuptools writes into the tree it builds, and reuses what it finds."""
+    """setuptools writes into the tree it builds."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -102,12 +100,12 @@ def test_installed_wheel_imports_and_states_its_version(wheel, tmp_path):
 
 
 def test_the_folder_of_a_clone_is_not_taken_for_an_editable_install(source, tmp_path):
-    """Beside a clone Python finds its folder, a package without `__init__.py`, before an editable install of it."""
+    """Beside a clone Python finds its folder before an editable install of it."""
     site, beside = tmp_path / "site", tmp_path / "beside"
     succeed("-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", site, "-e", source, cwd=tmp_path)
     beside.mkdir()
     (beside / "sparseflash").symlink_to(source)
-    # With -S the packages of this environment can be imported, but not its editable installs.
+    # -S: packages can be imported, but not editable installs.
     packages = os.pathsep.join([str(site), *(entry for entry in sys.path if entry.endswith("-packages"))])
     program = f"import site; site.addsitedir({str(site)!r})\n"
     names = ("analysis", "attention", "decode", "interop", "masks", "nn", "scores", "testing")
@@ -151,7 +149,6 @@ def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     sdist = tmp_path / f"sparseflash-{VERSION}.tar.gz"
     with tarfile.open(sdist) as archive:
         inside = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 1}
-    # Tests need the modules beside them.
     assert {"tests", "experiments", "docs"} & inside == set() and {"sparseflash", "masks", "setup.py"} <= inside
     succeed("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path)
     (rebuilt,) = tmp_path.glob("*.whl")

@@ -1,5 +1,3 @@
-"""The examples of all pages run, as they stand and in their order; their links, paths and calls are right."""
-
 import ast
 import doctest
 import inspect
@@ -22,7 +20,7 @@ def links():
 def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)  # as torchrun does, for one process
+        monkeypatch.setenv(name, value)
     if any("from transformers" in source for source in examples(page)):
         pytest.importorskip("transformers", minversion="5.17")  # needs Python 3.11
     names = {"__name__": "__main__"}
@@ -64,14 +62,14 @@ def test_examples_and_what_they_print_are_told_apart():
 
 
 def missing_from(printed, source):
-    """The parts of comments behind `print(...)` that were not printed; of comments with a number, between dots."""
+    """The parts of comments behind `print(...)` that were not printed."""
     shown = [line for line in re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE) if re.search(r"\d", line)]
     parts = [part.strip(" :,") for line in shown for part in line.split("...")]
     return [part for part in parts if part not in printed]
 
 
 def printed_as(expected, printed):
-    """Whether a page shows the printed text; blanks may differ, and "..." stands for anything."""
+    """Blanks may differ, and "..." stands for anything."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(expected, printed, options)
 
@@ -87,7 +85,7 @@ def test_every_link_of_a_readme_leads_somewhere(page, path, heading):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_readme_names_exists(page):
-    """By its path from the root or from the page's folder, or by its name: `train.py` is any file of that name."""
+    """`train.py` is any file of that name."""
     folders = [ROOT / name for name in ("sparseflash", "masks", "experiments", "tests")]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
     named = {code for code in inline_code(page) if re.fullmatch(r"(?:\.\./)*[\w/-]+\.(?:py|md)", code)}
@@ -101,10 +99,15 @@ def test_every_file_that_a_readme_names_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_no_star_inside_of_a_word_is_emphasis(page):
+    """Markdown takes two of them for emphasis, as in tiles:16*5,butterfly:8*4."""
+    prose = re.sub(r"`[^`]*`|<!--.*?-->", "", without_blocks(page), flags=re.DOTALL)
+    assert re.findall(r"\S*\w\*\w\S*", prose) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_call_of_a_pattern_in_a_readme_is_right(page):
-    """Examples run in another test; this one checks calls in their comments and between backticks, `masks.local(...)`
-    or `local(...)`. Names among the arguments stand for anything, so these calls are only checked against the
-    signature."""
+    """Calls in comments and between backticks. Names among the arguments stand for anything."""
     comments = [line.partition("#")[2] for example in examples(page) for line in example.splitlines()]
     found = [call for source in [*comments, *inline_code(page)] for call in calls_of_patterns(source)]
     assert {ast.unparse(call): error for call in found if (error := error_of(call))} == {}

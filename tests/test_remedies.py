@@ -1,5 +1,3 @@
-"""Keywords of other attentions: each is refused with correct advice."""
-
 import inspect
 import re
 import sys
@@ -69,7 +67,7 @@ def test_the_advice_for_masks_of_pytorch_is_right():
 
 def test_the_advice_for_other_lengths_is_right():
     q, k, v = inputs(q_len=7)
-    want = scaled_dot_product_attention(q, k, v, is_causal=True)  # aligned at the top left
+    want = scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(attention(q, k, v, masks.causal(7, 20, offset=0)), want)
     assert not torch.allclose(attention(q, k, v, masks.causal(7, 20)), want)
 

@@ -1,5 +1,3 @@
-"""`sparseflash.sdpa` beside PyTorch's `scaled_dot_product_attention`, whose arguments it takes."""
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -19,7 +17,6 @@ def drawn(*shapes, dtype=torch.float64, seed=0):
 
 
 def same(ours, theirs, inputs):
-    """Compares outputs and gradients; PyTorch's rows without a live key are 0, too."""
     dout = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=ours.dtype)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(torch.autograd.grad(ours, inputs, dout), torch.autograd.grad(theirs, inputs, dout), strict=True):

@@ -1,5 +1,3 @@
-"""Packed sequences: each has the same result as alone."""
-
 import re
 from cProfile import Profile
 from dataclasses import dataclass
@@ -102,7 +100,7 @@ def test_documents_are_the_same_placed_one_by_one(sizes, is_causal, block):
     want = masks.documents(q_lengths, k_lengths, causal=is_causal, block=block)
     direct = varlen_mask(sums(q_lengths), sums(k_lengths), partial(rule, block=block))
     one_by_one = varlen_mask(sums(q_lengths), sums(k_lengths), lambda q, k=None: rule(q, k, block=block))
-    assert direct == want and one_by_one == want  # equal masks have equal arrays
+    assert direct == want and one_by_one == want
     if not is_causal:
         assert varlen_mask(sums(q_lengths), sums(k_lengths), block=block) == want
 
@@ -112,14 +110,14 @@ def test_a_pattern_of_the_library_makes_its_mask_for_all_sequences(pattern):
     lengths, k_lengths = [100, 3, 0, 129], [90, 5, 7, 129]
     mask = varlen_mask(sums(lengths), sums(k_lengths), pattern)
     live = torch.block_diag(*(dense_of(pattern, q, k)[0] for q, k in zip(lengths, k_lengths) if q and k))
-    empty = torch.zeros(232, 7, dtype=torch.bool)  # the keys of the sequence without queries
+    empty = torch.zeros(232, 7, dtype=torch.bool)
     live = torch.cat([live[:, :95], empty, live[:, 95:]], 1).bool()
     assert mask == BlockMask.from_dense(live, block=(mask.block_q, mask.block_k))
 
 
 def test_no_operation_is_done_sequence_by_sequence():
     def calls(count):
-        lengths = [1 + number * 37 % 90 for number in range(count)]  # the same 90 lengths, at other places
+        lengths = [1 + number * 37 % 90 for number in range(count)]
         profile = Profile()
         mask = profile.runcall(varlen_mask, sums(lengths), pattern=window_rule, block=32)
         assert mask.q_len == sum(lengths)
@@ -155,7 +153,7 @@ def test_a_mask_is_made_once_for_its_lengths_and_pattern():
         return masks.causal(length)
 
     first = varlen_mask([0, 5, 15, 20], pattern=pattern)
-    assert made == [5, 10]  # once for a length
+    assert made == [5, 10]
     assert varlen_mask(torch.tensor([0, 5, 15, 20]), pattern=pattern) is first and made == [5, 10]
     sparseflash.clear_caches()
     assert varlen_mask([0, 5, 15, 20], pattern=pattern) == first and made == [5, 10, 5, 10]
@@ -269,13 +267,10 @@ def test_on_a_gpu_only_the_first_layer_waits_for_the_lengths():
 
 
 class Elsewhere(torch.Tensor):
-    """Claims to lie on a GPU."""
-
     device = property(lambda self: torch.device("cuda"))
 
 
 def test_running_sums_that_are_written_to_are_read_again():
-    """Running sums on GPUs are read once, until they are written to."""
     sums = torch.tensor([0, 30, 100]).as_subclass(Elsewhere)
     reads = []
     with pytest.MonkeyPatch.context() as patch:
@@ -382,8 +377,7 @@ def own(score, b, h, q, k, gain, by_sequence):
     return score * gain[h] + by_sequence[b, h] * torch.sin(0.3 * q - 0.2 * k)
 
 
-# Each takes how to draw a learned tensor and the sizes, and returns the modification of the packed tokens and that of
-# one sequence, given its number and the slices of its queries and keys.
+# Each returns the modification of the packed tokens and of one sequence, given its number and slices.
 HEADS = 2
 
 
@@ -415,7 +409,6 @@ CHANGES = {
     "alibi": lambda drawn, _: of_all(scores.alibi(drawn(HEADS))),
     "log_decay": lambda drawn, _: of_all(scores.log_decay(drawn(HEADS))),
     "t5": lambda drawn, _: of_all(scores.relative(drawn(HEADS, 8), scores.t5_buckets(8, 20))),
-    # A table that has no entry for longer distances than those within a sequence.
     "table": lambda drawn, sizes: of_all(
         scores.relative(drawn(HEADS, 2 * max(map(max, sizes))), lambda x: x + max(map(max, sizes)))
     ),
@@ -439,7 +432,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, 
 @example(["table"], [(9, 2), (3, 5)], 0, "everything", False, "triton")
 @example(["alibi", "t5", "function"], [(9, 0), (2, 20)], 0, "everything", False, "triton")
 @example(["function", "sink"], [(4, 4), (7, 7)], 0, "causal", True, "triton")
-@np.errstate(over="ignore", invalid="ignore")  # of the interpreter's numpy, past the ends
+@np.errstate(over="ignore", invalid="ignore")
 def test_changes_of_scores_see_each_sequence_as_a_call_of_its_own(kinds, sizes, seed, pattern, same, backend):
     sizes = [(k_len, k_len) for _, k_len in sizes] if same else sizes
     kinds = [kind for kind in CHANGES if kind in kinds]
@@ -499,7 +492,6 @@ def test_changes_of_scores_see_each_sequence_as_a_call_of_its_own(kinds, sizes, 
 
 
 def wide_of(changes):
-    """The modifications with fp64 tensors, through which gradients flow."""
     changes = scores_of(changes)
     return changes.with_tensors([x.double() for x in changes.tensors()])
 

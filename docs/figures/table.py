@@ -43,7 +43,7 @@ def rendered(table: Table, results: Path) -> Rendered:
     first = f"| {' | '.join([table.corner, *table.columns])} |".replace("|  |", "| |")
     lines = [first, "|---" * (first.count("|") - 1) + "|"]
     files: dict[str, Stored] = {}
-    spread = 0.0
+    spread, of_what = 0.0, "figure"
     noises: set[bool] = set()  # of cells with one ratio, whether their noise is shown
     for label, row in table.rows.items():
         cells = []
@@ -61,13 +61,14 @@ def rendered(table: Table, results: Path) -> Rendered:
             noises |= {bool(found.noise)} if is_one_ratio else set()
             if SEEDS not in found.text and not is_one_ratio:  # else the noise or deviation stands in the cell
                 spread = max(spread, found.spread)
+                of_what = "single case" if " to " in found.text else of_what
             text = found.text if table.units else found.text.removesuffix(found.unit)
             cells.append((text if table.bold else text.strip("*")) + found.noise)
         if all(cell == table.absent for cell in cells):
             raise FigureError(f"the row {label} must have a measured figure; the store has none of {table.cell}")
         lines.append(f"| {' | '.join([label, *cells])} |")
     percent = f"{100 * spread:.0f} %"
-    notes = [table.note, _NOISES[frozenset(noises)]]
-    notes += [] if percent == "0 %" else [f"The noise of a figure is at most {percent}."]
+    notes = [table.note, _NOISES[frozenset(noises)] if True in noises or percent == "0 %" else ""]
+    notes += [] if percent == "0 %" else [f"The noise of a {of_what} is at most {percent}."]
     lines += [table.last] if table.last else []
     return Rendered("\n".join(lines), files, " ".join(filter(None, notes)))

@@ -13,9 +13,9 @@ def sentence() -> str:
     """The sentence in README.md and the tutorial."""
     first, last = MEASURED[0].triton, MEASURED[-1].triton
     return (
-        f"The Hopper kernels were timed with Triton {named((first,))} to {named((last,))}, which PyTorch "
-        f"{releases()} for CUDA install, but always under PyTorch {MEASURED[0].torch[0]} itself. A newer Triton is "
-        "checked before its first use."
+        f"The Hopper kernels were timed under PyTorch {MEASURED[0].torch[0]}, with each Triton from {named((first,))} "
+        f"to {named((last,))} (PyTorch {releases()} install these). Under any other Triton, each Hopper kernel is "
+        "tested once, before its first use."
     )
 
 

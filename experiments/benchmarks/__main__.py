@@ -10,19 +10,18 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The benchmarks: the modules and folders here that are programs."""
+    """The modules and folders here that are programs."""
     folders = [path.parent.name for path in FOLDER.glob("*/__main__.py")]
     return sorted([*folders, *(path.stem for path in FOLDER.glob("*.py") if "\napp = " in path.read_text())])
 
 
 def module_of(name: str) -> str:
-    """The module of a benchmark's program. A folder without one may be left of a benchmark that was a folder once."""
+    """A folder without a program may be left of an earlier one."""
     is_folder = (FOLDER / name / "__main__.py").exists()
     return f"experiments.benchmarks.{name}{'.__main__' if is_folder else ''}"
 
 
 def main() -> None:
-    """Runs the benchmark that the first argument names, with the other arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name == "show":
         from experiments.benchmarks.harness import table

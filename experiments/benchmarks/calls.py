@@ -1,6 +1,6 @@
 """`python -m experiments.benchmarks calls`: the host overhead of a call, beside PyTorch's own attention.
 
-All calls use one small shape, so that the GPU finishes before the host and consecutive calls take host time only.
+One small shape, so that the GPU finishes before the host.
 """
 
 from __future__ import annotations
@@ -27,31 +27,28 @@ from sparseflash import masks
 
 # The calls, in the order of the table. All but the last four have a causal mask made before.
 INFERENCE = "inference"
-FORWARD = "forward-gradients-wanted"  # the graph of the backward is made, and dropped
-BOTH = "forward-and-backward"  # forward and `torch.autograd.grad` for q, k and v
+FORWARD = "forward-gradients-wanted"  # the graph is made, and dropped
+BOTH = "forward-and-backward"
 # The backward runs in the calling thread instead of an autograd thread.
 BOTH_HERE = "forward-and-backward-one-thread"
-# Ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: `create_block_mask` of a rule
-# that reads them.
+# Ours: `mask.with_lengths(new)`; SDPA: a Boolean mask; FlexAttention: `create_block_mask` of a rule that reads them.
 LENGTHS = "new-lengths-and-a-call"
 # Ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`.
 MASK = "new-causal-mask-and-a-call"
-# The best blocks of every block row by given scores. Ours: `masks.top_k_blocks`; FlexAttention: `topk` and
-# `BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks.
+# Ours: `masks.top_k_blocks`; FlexAttention: `topk` and `BlockMask.from_kv_blocks`, in blocks of 128; SDPA has no
+# blocks.
 CHOICE = "top-k-blocks-and-a-call"
 WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, CHOICE)
 # Seconds in a new process: a forward and backward, then another with a second head dim, then inference with a third.
 FIRST_CALLS = ("first-forward-and-backward", "the-same-of-another-head-dim", "inference-a-third-head-dim")
 
 OURS, SDPA, FLEX = "sparseflash", "sdpa", "flex"
-THROUGH_TRITON = "sparseflash-by-tritons-launcher"  # only if it is asked for
+THROUGH_TRITON = "sparseflash-by-tritons-launcher"  # only on request
 FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their tile sizes are also reduced by hand
 
 
 class Shape(NamedTuple):
-    """The tensors of all calls, in bf16, with `block` tokens in a tile of the mask and `chosen` blocks in a row in
-    CHOICE.
-    """
+    """Tensors in bf16, with `block` tokens in a tile and `chosen` blocks in a row in CHOICE."""
 
     batch: int = 1
     heads: int = 4
@@ -61,26 +58,20 @@ class Shape(NamedTuple):
     chosen: int = 2
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Random numbers of this shape."""
         return torch.randn(self.batch, self.heads, self.tokens, self.dim, device=device, dtype=torch.bfloat16)
 
     def scores(self, device: torch.device) -> Tensor:
-        """Random scores of all blocks."""
         blocks = -(-self.tokens // self.block)
         return torch.randn(self.batch, self.heads, blocks, blocks, device=device)
 
 
 Call = Callable[[], object]
-# Called with queries, keys and values, and with the lengths or the scores of blocks if those are new in each call.
+# The fourth tensor: lengths, or scores of blocks, new in each call.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionOver = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Implementation(NamedTuple):
-    """The calls of one attention: with a causal mask made before, with new lengths, a new causal mask, or chosen
-    blocks.
-    """
-
     causal: Attention
     with_lengths: AttentionOver
     newly_causal: Attention
@@ -88,11 +79,10 @@ class Implementation(NamedTuple):
 
 
 def calls_of(implementation: Implementation, shape: Shape, device: torch.device) -> dict[str, Call]:
-    """Calls without arguments, by way."""
     q, k, v, dout = (shape.tensor(device) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     size = (shape.batch,)
-    # More than any cache holds, so that no lookup hits.
+    # More than any cache holds.
     lengths = cycle([torch.randint(1, shape.tokens, size, dtype=torch.int32, device=device) for _ in range(512)])
     scores = shape.scores(device)
 
@@ -132,7 +122,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
 
 
 def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
-    """Calls of sparseflash. A mask with a known rule is built on the CPU and copied."""
+    """A mask with a known rule is built on the CPU and copied."""
     n, block = shape.tokens, shape.block
     standing = masks.causal(n, block=block).to(device)
 
@@ -149,7 +139,6 @@ def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
 
 
 def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
-    """PyTorch's scaled_dot_product_attention."""
     tokens = torch.arange(shape.tokens, device=device)
     lower = torch.ones(shape.tokens, shape.tokens, dtype=torch.bool, device=device).tril()
 
@@ -164,7 +153,7 @@ def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
 
 
 def flex_calls(shape: Shape, device: torch.device) -> Implementation:
-    """FlexAttention, compiled, with its default block size. Masks are made eagerly, as in its documentation."""
+    """Compiled, with its default block size; masks are made eagerly, as in its documentation."""
     n, block = shape.tokens, FLEX_BLOCK
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     blocks = -(-n // block)
@@ -210,14 +199,13 @@ IMPLEMENTATIONS_OF = {OURS: sparseflash_calls, SDPA: sdpa_calls, FLEX: flex_call
 
 
 def through_triton() -> AbstractContextManager[Any]:
-    """Inside the context our kernels are launched by Triton's own launcher, whatever its version."""
+    """Inside, Triton's own launcher starts our kernels."""
     from sparseflash.backends.triton.launcher import Variant
 
     return mock.patch.object(Variant, "can_start_directly", lambda variant: False)
 
 
 def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None:
-    """Seconds of FIRST_CALLS of one implementation, one after another, in a new process."""
     seconds: dict[str, float] = {}
     failure = ""
     try:
@@ -230,9 +218,8 @@ def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None
 
 
 def seconds_of(name: str) -> dict[str, float]:
-    """Measures in this process."""
     device = torch.device("cuda")
-    # Initialising the device and its libraries is not part of the measurement.
+    # The device and its libraries are initialised before.
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     (x @ x).sum().backward()
     seconds = {}

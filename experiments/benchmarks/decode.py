@@ -1,6 +1,4 @@
-"""`python -m experiments.benchmarks.decode`: milliseconds of a few new tokens over a long cache, and the bytes a second
-that are read, beside PyTorch's own attention and FlashInfer's.
-"""
+"""`python -m experiments.benchmarks.decode`: new tokens over a long cache, beside SDPA and FlashInfer."""
 
 from __future__ import annotations
 
@@ -25,8 +23,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A batch of sequences that all have `tokens` tokens in their caches, and `new` queries each."""
-
     batch: int
     tokens: int
     heads: int = 32
@@ -39,11 +35,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The case in names of measurements."""
         return f"{self.batch}x{self.tokens}-heads{self.heads}of{self.kv_heads}-new{self.new}"
 
     def kept(self, keys: int) -> int:
-        """Bytes of that many keys of every sequence, and of their values, in bf16."""
+        """Bytes of that many keys and values of every sequence, in bf16."""
         return 2 * 2 * self.batch * self.kv_heads * self.dim * min(keys, self.tokens)
 
 
@@ -61,7 +56,7 @@ SMALL = (Case(2, 256, heads=4, kv_heads=2, dim=16, pages=2, window=32),)
 
 
 def ways_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Way]:
-    """The ways to time, by form of the cache and implementation. Peers are compared with ours on contiguous caches."""
+    """By form of the cache and implementation. Peers are compared with ours on contiguous caches."""
     g = torch.Generator(device).manual_seed(0)
     q = torch.randn(case.batch, case.heads, case.new, case.dim, generator=g, device=device).to(dtype)
     shape = (case.batch, case.kv_heads, case.tokens, case.dim)
@@ -73,7 +68,6 @@ def ways_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, W
         found[name] = Way(run, settings={"bytes": read}, like=like, recorded=True, peer=like is not None)
 
     def paged(page: int) -> dict[str, Any]:
-        """The caches in shuffled pages."""
         n = case.tokens // page
         table = torch.randperm(case.batch * n, generator=g, device=device).view(case.batch, n).int()
         caches = []

@@ -1,7 +1,6 @@
 """Calls a function in a new process with empty caches of compiled kernels, as on a user's first call.
 
-`python -m experiments.benchmarks.fresh_process` is that process: it reads the call from standard input and prints the
-result as JSON in its last line.
+`python -m experiments.benchmarks.fresh_process` reads the call from standard input and prints JSON in its last line.
 """
 
 from __future__ import annotations
@@ -17,16 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# The variables that name the caches of Triton, torch.compile and CuTe.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 ROOT = Path(__file__).parents[2]
 
 
 def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
-    """The result of a function of a module, called in a new process, decoded from JSON.
-
-    Raises RuntimeError if the process fails, or takes longer than `limit` seconds.
-    """
+    """The result, decoded from JSON. Raises RuntimeError if the process fails, or takes longer than `limit` seconds."""
     module = function.__module__
     if module == "__main__":  # the benchmark itself was started with python -m
         module = sys.modules[module].__spec__.name
@@ -47,7 +42,6 @@ def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 2
 
 
 def main() -> None:
-    """Runs the call that standard input describes."""
     module, name, arguments = pickle.loads(sys.stdin.buffer.read())
     answer = getattr(import_module(module), name)(*arguments)
     print("\n" + json.dumps(answer), flush=True)

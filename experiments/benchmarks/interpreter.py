@@ -1,5 +1,3 @@
-"""Whether Triton compiles kernels or interprets them, which it decides when it is imported."""
-
 from __future__ import annotations
 
 import os
@@ -8,10 +6,7 @@ import typer
 
 
 def run_kernels_on(device: str) -> None:
-    """Compiles kernels for "cuda", interprets them for "cpu" (a test of an experiment). Call before importing Triton.
-
-    Raises typer.BadParameter if there is no GPU for "cuda".
-    """
+    """Compiles kernels for "cuda", interprets them for "cpu". Call before importing Triton."""
     if device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"
         return
@@ -23,5 +18,4 @@ def run_kernels_on(device: str) -> None:
 
 
 def compile_kernels() -> None:
-    """Compiles kernels, whatever the environment says. Call before importing Triton."""
     os.environ.pop("TRITON_INTERPRET", None)

@@ -7,20 +7,21 @@ The paper (Dao et al., 2022, figure 2; N=1024, D=64, 16 heads, batch 64, forward
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen
 from experiments.training.layers.attention import ElementMask, standard_attention
 from sparseflash import BlockMask, attention, masks
 from sparseflash.analysis import bytes_moved, flops
@@ -30,53 +31,38 @@ STANDARD, DENSE, BUTTERFLY = "standard", "dense", "butterfly"
 
 @dataclass(frozen=True)
 class Case:
-    """One attention, forward and backward, over q, k, v of shape [batch, heads, length, head_dim]."""
-
-    kind: str  # STANDARD: softmax of the whole matrix by PyTorch's operators; DENSE, BUTTERFLY: sparseflash
-    factors: int | None  # number of butterfly factors
+    kind: str  # STANDARD: PyTorch's operators; DENSE, BUTTERFLY: ours
+    factors: int | None
     batch: int
     heads: int
     length: int  # tokens
     head_dim: int
     block: int  # tokens
-    dtype: torch.dtype = torch.bfloat16
+    dtype: str = "bfloat16"
 
     @property
     def way(self) -> str:
-        """The implementation, in names of measurements."""
         if self.factors is None:
             return self.kind
         return f"{self.kind}-{self.factors}-factor{'s' * (self.factors != 1)}"
 
     @property
     def shape(self) -> str:
-        """The shape in names of measurements."""
         return f"{self.batch}x{self.length}-heads{self.heads}-d{self.head_dim}"
 
     def mask(self) -> BlockMask:
-        """The live scores, on the CPU."""
         if self.kind == BUTTERFLY:
             return masks.butterfly(self.length, factors=self.factors, block=self.block)
         return BlockMask.dense(self.length, block=self.block)
 
-    def words(self) -> list[str]:
-        """The case as arguments of the command that runs one case."""
-        shape = (self.batch, self.heads, self.length, self.head_dim, self.block)
-        dtype = str(self.dtype).removeprefix("torch.")
-        return [self.kind, str(-1 if self.factors is None else self.factors), *map(str, shape), dtype]
-
-
-def of_words(words: list[str]) -> Case:
-    """The inverse of `Case.words`."""
-    kind, factors, *shape, dtype = words
-    batch, heads, length, head_dim, block = map(int, shape)
-    return Case(
-        kind, None if int(factors) < 0 else int(factors), batch, heads, length, head_dim, block, getattr(torch, dtype)
-    )
+    @property
+    def numbers(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 def every_density(case: Case) -> list[Case]:
-    """The case with standard attention, ours dense, and ours under butterflies of 0, 1, ... factors."""
+    """Standard attention, ours dense, and ours under butterflies of 0, 1, ... factors."""
     most = (-(-case.length // case.block) - 1).bit_length()
     first = [replace(case, kind=kind, factors=None) for kind in (STANDARD, DENSE)]
     return first + [replace(case, kind=BUTTERFLY, factors=factors) for factors in range(most, -1, -1)]
@@ -84,17 +70,14 @@ def every_density(case: Case) -> list[Case]:
 
 @dataclass(frozen=True)
 class Calls:
-    """`forward()` returns out; `both()` returns out and the gradients of q, k and v."""
-
     forward: Callable[[], Tensor]
     both: Callable[[], tuple[Tensor, ...]]
 
 
 def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
-    """The case on random inputs, which are the same for all cases of one shape."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
-    q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(4))
+    q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.numbers) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mask = case.mask().to(device) if case.kind not in (STANDARD, DENSE) else None
 
@@ -115,7 +98,7 @@ def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
 
 
 def largest_difference(case: Case, device: torch.device) -> float:
-    """The difference between standard attention and ours dense, in out and gradients, relative to the largest value."""
+    """Between standard attention and ours dense, relative to the largest value."""
     standard, ours = (calls_of(replace(case, kind=kind, factors=None), device).both() for kind in (STANDARD, DENSE))
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))
 
@@ -125,7 +108,7 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a forward and of a backward: FLOPs as the implementation performs them, bytes without any cache."""
+    """FLOPs as the implementation performs them, bytes without any cache."""
 
     forward_flops: int
     backward_flops: int
@@ -134,12 +117,10 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """Forward and backward together."""
         return self.forward_flops + self.backward_flops
 
     @property
     def bytes(self) -> int:
-        """Forward and backward together."""
         return self.forward_bytes + self.backward_bytes
 
 
@@ -159,50 +140,47 @@ def cost(case: Case, held: int = 64) -> Cost:
     for dV, write dP, read P and dP, write dS, read dS for dQ and again for dK: `7 e N^2`; and q, k, v, out, dout and
     the gradients once for each product in which they occur.
     """
-    mask, e = case.mask(), torch.empty(0, dtype=case.dtype).element_size()
+    mask, e = case.mask(), torch.empty(0, dtype=case.numbers).element_size()
     heads, n, d = case.batch * case.heads, case.length, case.head_dim
     if case.kind == STANDARD:
         product = 2 * n * n * d * heads
         return Cost(2 * product, 4 * product, heads * e * (4 * n * d + 4 * n * n), heads * e * (8 * n * d + 7 * n * n))
     held = min(held, case.block)
-    moved = bytes_moved(mask, d, dtype=case.dtype, tile_queries=held, batch=case.batch, heads=case.heads)
+    moved = bytes_moved(mask, d, dtype=case.numbers, tile_queries=held, batch=case.batch, heads=case.heads)
     live = live_scores(mask) * heads
     once = heads * (9 * e * n * d + 20 * n)
     again = (4 * e * d + 2 * _FP32) * live // held
     performed = [
-        flops(mask, d, backward=backward, batch=case.batch, heads=case.heads, dtype=case.dtype).performed
+        flops(mask, d, backward=backward, batch=case.batch, heads=case.heads, dtype=case.numbers).performed
         for backward in (False, True)
     ]
     return Cost(*performed, moved.total, once + again)
 
 
 def live_scores(mask: BlockMask) -> int:
-    """Scores in the live tiles of one head."""
     return len(mask.indices) * mask.block_q * mask.block_k
 
 
 ROOT = Path(__file__).resolve().parents[2]
 _READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-# Sectors of 32 bytes that multiprocessors request from the L2 cache: the count that a model without a cache predicts.
+# Sectors of 32 bytes requested from the L2 cache.
 _FROM_L2, _TO_L2 = "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum"
 _SECTOR = 32
 SECONDS = 120.0
 
 
 class NoCountersError(RuntimeError):
-    """Raised with the reason if counters are not available."""
+    """Raised if counters are not available."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes read and written by all kernels of a call."""
-
     hbm: float
     l2: float
 
 
 def counted(case: Case, passes: str) -> Counted:
-    """`passes`: "forward" or "both". Raises NoCountersError with the reason if `ncu` cannot count."""
+    """Raises NoCountersError if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NoCountersError("ncu is not installed")
@@ -212,7 +190,7 @@ def counted(case: Case, passes: str) -> Counted:
             tool, "--profile-from-start", "off", "--target-processes", "all", "--cache-control", "none",
             "--clock-control", "none", "--metrics", ",".join((_READ, _WRITTEN, _FROM_L2, _TO_L2)), "--csv",
             "--page", "raw", "--print-units", "base", "--log-file", str(log),
-            sys.executable, "-m", "experiments.benchmarks.io", "one", passes, *case.words(),
+            sys.executable, "-m", "experiments.benchmarks.io", "one", passes, json.dumps(asdict(case)),
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
@@ -226,7 +204,7 @@ def counted(case: Case, passes: str) -> Counted:
 
 
 def parse(text: str) -> Counted:
-    """Sums over all kernels of ncu's raw page, which has a line of names, one of units, and one for each kernel."""
+    """Sums over the kernels of ncu's raw page: a line of names, one of units, and one a kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     if len(rows) < 2:
@@ -249,52 +227,57 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-Block = Annotated[int, typer.Option(help="Tokens a tile of the mask: the smaller, the lower densities go.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-Counters = Annotated[bool, typer.Option(help="Count bytes by ncu where it is installed; seconds a case.")]
+DTYPES = ("bfloat16", "float16", "float32")
+# paper: the figure's shape. theorem: bytes over density and head dim, at a size that the cache cannot hold.
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"batch": 64, "heads": 16, "length": 1024, "dim": [64], "block": 64},
+    "theorem": {"batch": 1, "heads": 8, "length": 16_384, "dim": [32, 64, 128], "block": 128},
+}
 
 
 @app.command()
 def table(
-    batch: Annotated[int, typer.Option(min=1)] = 64,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
-    length: Annotated[int, typer.Option(help="Tokens.", min=16)] = 1024,
-    dim: Annotated[int, typer.Option(help="Head dim.", min=16, max=256)] = 64,
-    block: Block = 64,
-    dtype: Dtype = "bfloat16",
-    counters: Counters = True,
+    preset: Annotated[str, typer.Option(help="paper or theorem: the sizes that are not given.")] = "paper",
+    batch: Annotated[int | None, typer.Option(min=1)] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens.", min=16)] = None,
+    dim: Annotated[list[int] | None, typer.Option(help="Head dim; may be repeated.", min=16, max=256)] = None,
+    block: Annotated[int | None, typer.Option(help="Tokens a tile: the smaller, the lower densities go.")] = None,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES))] = "bfloat16",
+    counters: Annotated[bool, typer.Option(help="Count bytes by ncu where it is installed; seconds a case.")] = True,
     device: Device = "cuda",
     commit: Commit = None,
-    out: Out = Path("runs/io/table.jsonl"),
+    out: Out = Path("runs/io"),
 ) -> None:
-    """Standard attention, ours dense and ours butterfly at every density, at one shape, by default the paper's."""
-    run("paper", [_case(batch, heads, length, dim, block, dtype)], counters, device, commit, out)
+    """Standard attention, ours dense and ours butterfly at every density, beside the IO theorem's bytes."""
+    chosen("--preset", [preset], PRESETS)
+    chosen("--dtype", [dtype], DTYPES)
+    given = {"batch": batch, "heads": heads, "length": length, "dim": dim, "block": block}
+    sizes = PRESETS[preset] | {name: value for name, value in given.items() if value}
+    dims = sizes.pop("dim")
+    if sizes["length"] % sizes["block"]:
+        raise typer.BadParameter(
+            f"--length must be a multiple of --block, as the model counts; got {sizes['length']} and {sizes['block']}"
+        )
+    bench = Bench.start("io", device, commit, out)
+    for each in dims:
+        measure(bench, preset, Case(DENSE, None, head_dim=each, dtype=dtype, **sizes), counters)
+    bench.finish()
 
 
-@app.command()
-def theorem(
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
-    length: Annotated[int, typer.Option(help="Tokens.", min=16)] = 16384,
-    dim: Annotated[
-        list[int] | None, typer.Option(help="Head dim; may be repeated.", show_default="32, 64, 128")
-    ] = None,
-    block: Block = 128,
-    dtype: Dtype = "bfloat16",
-    counters: Counters = True,
-    device: Device = "cuda",
-    commit: Commit = None,
-    out: Out = Path("runs/io/theorem.jsonl"),
-) -> None:
-    """Bytes over density and head dim beside the IO theorem's, at a size that the cache cannot hold."""
-    shapes = [_case(batch, heads, length, each, block, dtype) for each in dim or (32, 64, 128)]
-    run("theorem", shapes, counters, device, commit, out)
+def measure(bench: Bench, name: str, shape: Case, counters: bool) -> None:
+    path, cases = f"{name}/{shape.shape}", every_density(shape)
+    bench.add(f"{path}/largest-difference/dense", largest_difference(shape, bench.device), "1")
+    for case in cases:
+        count(bench, path, case, counters=counters and bench.device.type == "cuda")
+    for which in ("forward", "both"):
+        bench.time(f"{path}/time/{which}", {case.way: way_of(case, which, bench.device) for case in cases})
 
 
-@app.command(hidden=True, context_settings={"ignore_unknown_options": True})
-def one(passes: str, words: list[str]) -> None:
+@app.command(hidden=True)
+def one(passes: str, case: str) -> None:
     """Runs one case, so that ncu sees its kernels and no others."""
-    call = getattr(calls_of(of_words(words), torch.device("cuda")), passes)
+    call = getattr(calls_of(Case(**json.loads(case)), torch.device("cuda")), passes)
     for _ in range(2):
         call()  # compiles and plans
     torch.cuda.synchronize()
@@ -304,32 +287,8 @@ def one(passes: str, words: list[str]) -> None:
     torch.cuda.profiler.stop()
 
 
-def _case(batch: int, heads: int, length: int, dim: int, block: int, dtype: str) -> Case:
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"--dtype must be bfloat16, float16 or float32; got {dtype}")
-    if length % block:
-        raise typer.BadParameter(
-            f"--length must be a multiple of --block, as the model counts; got {length} and {block}"
-        )
-    return Case(DENSE, None, batch, heads, length, dim, block, getattr(torch, dtype))
-
-
-def run(name: str, shapes: list[Case], counters: bool, device: str, commit: str | None, out: Path) -> None:
-    """Records each shape at every density: first how far ours is from standard attention."""
-    bench = Bench.start("io", device, commit, out)
-    for shape in shapes:
-        path = f"{name}/{shape.shape}"
-        bench.add(f"{path}/largest-difference/dense", largest_difference(shape, bench.device), "1")
-        cases = every_density(shape)
-        for case in cases:
-            count(bench, path, case, counters=counters and bench.device.type == "cuda")
-        for which in ("forward", "both"):
-            bench.time(f"{path}/time/{which}", {case.way: way_of(case, which, bench.device) for case in cases})
-    bench.finish()
-
-
 def way_of(case: Case, which: str, device: torch.device) -> Way:
-    """A pass of a case, whose inputs are made when it is first called, with its cost by the model."""
+    """Inputs are made in the first call."""
     made: list[Callable[[], object]] = []
 
     def call() -> None:
@@ -339,12 +298,11 @@ def way_of(case: Case, which: str, device: torch.device) -> Way:
 
     found = cost(case)
     flops = found.flops if which == "both" else found.forward_flops
-    # That standard attention runs out of memory is a result.
+    # Standard attention may run out of memory.
     return Way(call, settings={"flops": flops, "live": case.mask().density}, peer=True)
 
 
 def count(bench: Bench, path: str, case: Case, *, counters: bool) -> None:
-    """GB by the model and, if `counters`, as the GPU counts them: from HBM and from the L2 cache."""
     model = cost(case)
     bench.add(f"{path}/modelled-bytes/forward/{case.way}", model.forward_bytes / 1e9, "GB")
     bench.add(f"{path}/modelled-bytes/both/{case.way}", model.bytes / 1e9, "GB")

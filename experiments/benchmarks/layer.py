@@ -1,6 +1,4 @@
-"""`python -m experiments.benchmarks.layer`: a training step of one transformer layer under torch.compile, with this
-attention and with each peer's: how much of a kernel's gain is left where people train?
-"""
+"""`python -m experiments.benchmarks.layer`: a training step of one compiled transformer layer, with each attention."""
 
 from __future__ import annotations
 
@@ -22,15 +20,14 @@ from experiments.benchmarks.speed.peers.runner import Runner
 from experiments.benchmarks.speed.run import OURS, make_inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-# Dynamo cannot trace their kernels; their authors call them outside of the graph, too.
+# Dynamo cannot trace their kernels.
 NOT_TRACED = ("fa4", "fa4-deterministic", "cudnn-sparse")
 
 
 class Layer(nn.Module):
-    """x [B, N, W] to [B, N, W]: attention, then an MLP four times as wide, each after a norm and added to its input.
+    """Attention, then an MLP four times as wide, each after a norm and added to its input.
 
-    attend: q, k, v [B, H, N, D] to the same shape, W = H * D. They are views of [B, N, 3, H, D], as projections make
-    them.
+    attend: q, k, v [B, H, N, D] to the same shape; they are views of [B, N, 3, H, D].
     """
 
     def __init__(self, heads: int, dim: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -44,7 +41,6 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, N, W], the result likewise."""
         batch, tokens, width = x.shape
         split = self.qkv(self.norms[0](x)).view(batch, tokens, 3, self.heads, self.dim)
         q, k, v = (each.transpose(1, 2) for each in split.unbind(2))
@@ -54,7 +50,7 @@ class Layer(nn.Module):
 
 
 def compiled(layer: Layer, peer: str) -> Callable[[Tensor], Tensor]:
-    """The layer under torch.compile: in one graph, or in the two around an attention that Dynamo cannot trace."""
+    """In one graph, or in the two around an attention that Dynamo cannot trace."""
     if peer in NOT_TRACED:
         layer.attend = torch.compiler.disable(layer.attend)
     made: Callable[[Tensor], Tensor] = torch.compile(layer, fullgraph=peer not in NOT_TRACED, dynamic=False)
@@ -63,15 +59,13 @@ def compiled(layer: Layer, peer: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Step:
-    """A forward and a backward pass of a layer, with the gradients of its input and of all weights."""
-
     layer: Layer
     call: Callable[[Tensor], Tensor]
     x: Tensor
     dout: Tensor
 
     def __call__(self) -> Tensor:
-        """The gradient of the projections to q, k and v [3 * W, W]; all of it comes through attention."""
+        """The gradient of the projections to q, k and v; all of it comes through attention."""
         self.layer.zero_grad(set_to_none=True)
         self.x.grad = None
         self.call(self.x).backward(self.dout)
@@ -81,12 +75,11 @@ class Step:
 
 
 def step_of(name: str, runner: Runner, case: Case, device: torch.device, seed: int) -> Step:
-    """The step with this implementation's attention; weights and inputs depend on the case and the seed alone."""
+    """Weights and inputs depend on the case and the seed alone."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Swapping tokens and heads, or doing nothing, is its own inverse, so `to_bhnd` converts to a peer's order, too.
-        # The context chooses SDPA's backend while a graph is traced. Entered outside of the graph it would not be seen
-        # by Dynamo, which would give the second of two backends the graph of the first.
+        # `to_bhnd` is its own inverse. The context chooses SDPA's backend while a graph is traced; outside of the graph
+        # Dynamo would not see it, and would give the second backend the graph of the first.
         with runner.context():
             return runner.to_bhnd(runner.call(*map(runner.to_bhnd, (q, k, v))))
 
@@ -99,7 +92,6 @@ def step_of(name: str, runner: Runner, case: Case, device: torch.device, seed: i
 
 
 def ways_of(case: Case, peers: tuple[str, ...], device: torch.device, seed: int) -> dict[str, Way]:
-    """The steps of a case, ours first, made when they are first called."""
     live = pattern(case, device)
     inputs = make_inputs(case, device, seed)
     steps: dict[str, Step] = {}
@@ -110,7 +102,7 @@ def ways_of(case: Case, peers: tuple[str, ...], device: torch.device, seed: int)
             steps[name] = step_of(name, runner, case, device, seed)
         return steps[name]()
 
-    # All are peers: a case that ours cannot run is recorded, and the others run.
+    # A case that ours cannot run is recorded.
     return {
         name: Way(lambda name=name: step(name), settings=case.settings, like=OURS, peer=True) for name in (OURS, *peers)
     }
@@ -139,7 +131,7 @@ def layer(
     gradients that come through attention are compared with ours first. An estimated ten minutes of an H100.
     """
     try:
-        names = named(peers, [name for name in PEERS if name != "flex-autotune"])  # whose mode an outer graph drops
+        names = named(peers, [name for name in PEERS if name != "flex-autotune"])  # an outer graph drops its mode
         chosen = select(cases)
     except ValueError as failure:
         raise typer.BadParameter(str(failure)) from None
@@ -148,7 +140,7 @@ def layer(
     bench = Bench.start("layer", device, commit, out, seed=seed, rounds=rounds, round_ms=200.0)
     for case in chosen:
         sized = case if length is None else case.shrunk(length, 32)
-        torch.compiler.reset()  # a graph for each case and peer would reach the limit of recompilations
+        torch.compiler.reset()  # otherwise the limit of recompilations is reached
         bench.time(f"{case.path}/step", ways_of(sized, names, bench.device, seed))
     bench.finish()
 

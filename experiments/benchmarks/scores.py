@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from experiments.benchmarks.fresh_process import answer_of
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen, passes
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import first_call
 from experiments.measurements import ratio
@@ -21,7 +21,7 @@ from sparseflash import BlockMask, attention, interop, masks, scores
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# The target for the time relative to plain attention, for the cases that have one.
+# Aimed time relative to plain attention.
 TARGETS = {
     "alibi": 1.05, "fixed_alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25,
     "tile_bias": 1.25,
@@ -31,16 +31,13 @@ NAMES = (*TARGETS, "function")
 
 @dataclass(frozen=True)
 class Case:
-    """One score modification: its learned tensors, and its form for both libraries."""
-
     name: str
-    learned: tuple[Tensor, ...]  # leaves that require gradients
-    changes: Callable[[], Any]  # makes the argument of attention(scores=)
-    score_mod: ScoreMod | None  # None if FlexAttention cannot express it
+    learned: tuple[Tensor, ...]  # require gradients
+    changes: Callable[[], Any]  # the argument scores=
+    score_mod: ScoreMod | None  # None: FlexAttention has none
 
 
 def cases(heads: int, mask: BlockMask, dtype: torch.dtype, names: Sequence[str]) -> list[Case]:
-    """The named cases for one batch element under a mask, on the mask's device."""
     generator = torch.Generator(mask.device).manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
@@ -64,7 +61,7 @@ def _alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 
 
 def _fixed_alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """As in most models, the slopes are not learned."""
+    """As in most models."""
     return replace(_alibi(lambda *shape: leaf(*shape).detach(), heads, mask), name="fixed_alibi", learned=())
 
 
@@ -96,7 +93,7 @@ def _bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 
 
 def _tile_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """FlexAttention reads the same tiles, by the number of each in a table of all."""
+    """FlexAttention reads the same tiles, by number."""
     values = leaf(1, heads, len(mask.indices), mask.block_q, mask.block_k)
     number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)  # right where a tile is live
 
@@ -108,7 +105,7 @@ def _tile_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 
 
 def _function(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """A gain of each head for nearby keys, which no other modification can express."""
+    """A gain of each head for nearby keys."""
     gains = leaf(heads)
 
     def near(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gain: Tensor) -> Tensor:
@@ -116,21 +113,6 @@ def _function(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 
     made = scores.function(near, gains)
     return Case("function", (gains,), lambda: made, lambda s, b, h, q, k: near(s, b, h, q, k, gains))
-
-
-def with_backward(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> None:
-    """A forward and a backward, with the gradients of all leaves."""
-    torch.autograd.grad(run(), leaves, dout)
-
-
-def calls(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> dict[str, Callable[[], object]]:
-    """The timed calls of an attention: the forward alone, and with the backward."""
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return run()
-
-    return {"forward": forward, "both": partial(with_backward, run, leaves, dout)}
 
 
 OURS, FLEX = "sparseflash", "flex"
@@ -146,23 +128,21 @@ class Attended(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of one batch element, and its device."""
-
     length: int
     heads: int
     dim: int
     device: str
-    backend: str  # one of BACKENDS, for attention()
+    backend: str  # of BACKENDS
 
 
 class Ways:
-    """The implementations that are compared, of inputs that they share."""
+    """Implementations of inputs that they share."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.place, self.dim = torch.device(sizes.device), sizes.dim
         self.ours = {"triton": f"{OURS}-portable", "hopper": f"{OURS}-hopper"}.get(sizes.backend, OURS)
         on_gpu = self.place.type == "cuda"
-        # A backend of "auto" is the interpreted kernels on a CPU, where attention() would take another.
+        # attention() takes another on a CPU.
         self.backend = BACKENDS[sizes.backend] if on_gpu else "triton"
         generator = torch.Generator(self.place).manual_seed(0)
         shape, dtype = (1, sizes.heads, sizes.length, sizes.dim), torch.bfloat16 if on_gpu else torch.float16
@@ -183,7 +163,7 @@ class Ways:
         return Attended(lambda: attention(*self.leaves, self.mask, backend=self.backend), self.leaves)
 
     def changed(self, case: Case, library: str) -> Attended | None:
-        """The way with a score modification; None if the library cannot express the case."""
+        """None if the library cannot express the case."""
         wanted = [*self.leaves, *case.learned]
         if library == FLEX:
             return None if case.score_mod is None else Attended(lambda: self._flex(score_mod=case.score_mod), wanted)
@@ -203,23 +183,19 @@ class Ways:
 
 
 def seconds_of(name: str, library: str, sizes: Sizes) -> dict[str, float]:
-    """Seconds until the first results of a case, by CASE-PASS/WAY, after those of plain attention.
-
-    {} where the library cannot express the case. Raises RuntimeError if the process fails.
-    """
+    """Seconds until the first results, by CASE-PASS/WAY; plain attention runs first."""
     found: dict[str, float] = answer_of(measured, name, library, sizes)
     return found
 
 
 def measured(name: str, library: str, sizes: Sizes) -> dict[str, float]:
-    """Measures in this process."""
     ways = Ways(sizes)
     run_kernels_on(ways.place.type)
     (case,) = ways.cases([name])
     seconds = {}
     changed = ways.changed(case, library)
     for label, way in ((PLAIN, ways.plain(library)), (name, changed)) if changed is not None else ():
-        for what, call in calls(way.run, way.wanted, ways.dout).items():
+        for what, call in passes(way.run, way.wanted, ways.dout).items():
             seconds[f"{label}-{what}/{library}"], _ = first_call(call, ways.place)
     return seconds
 
@@ -278,7 +254,7 @@ def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Way
         timed = {
             f"{what}/{ways.ours if library == OURS else library}": Way(call, settings=settings, peer=library == FLEX)
             for library, way in group.items()
-            for what, call in calls(way.run, way.wanted, ways.dout).items()
+            for what, call in passes(way.run, way.wanted, ways.dout).items()
         }
         bench.time(f"{ways.dim}/{name}", timed)
 
@@ -288,13 +264,13 @@ def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
         for what, seconds in seconds_of(name, library, sizes).items():
             if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:  # plain, of another case
                 bench.add(f"first-use/{what}", seconds, "s")
-    except RuntimeError as failure:  # keep the other results
+    except RuntimeError as failure:
         bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
     bench.save()
 
 
 def over_plain(bench: Bench) -> list[str]:
-    """For each case and pass: the time relative to plain attention in the same turns, and the target."""
+    """The time relative to plain attention in the same turns, and the aim."""
     lines = []
     for each in bench.measurements:
         _, _, case, what = each.name.split("/")[:4]

@@ -1,6 +1,5 @@
-"""`python -m experiments.benchmarks.selection`: the cost of choosing blocks at every step, on the host and the GPU,
-eager and recorded, beside dense attention and peers that are given the blocks.
-"""
+"""`python -m experiments.benchmarks.selection`: choosing blocks at every step, beside dense attention and peers that
+are given the blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way, passes
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
 from experiments.benchmarks.speed.peers.runner import planned
@@ -30,33 +29,31 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence whose query heads share a choice of key blocks by groups, and the ways to run on it."""
+    """Query heads share a choice of key blocks by groups."""
 
     tokens: int
     heads: int
     block: int
-    chosen: int  # blocks of a row of the choice
+    chosen: int  # blocks of a row
     kv_heads: int | None = None  # by default as many as heads
     dim: int = 128
     causal: bool = True
-    by_query: bool = False  # each query has a list of its own (NSA), instead of each block of queries
+    by_query: bool = False  # each query has a list (NSA), not each block
     attends: bool = True  # otherwise only the choice is timed
     peers: bool = False  # beside FlexAttention, FlashAttention-4 and FlashInfer with the same blocks
 
     @property
     def choices(self) -> int:
-        """The number of choices: one for each head of keys."""
         return self.kv_heads or self.heads
 
     @property
     def name(self) -> str:
-        """The case in names of measurements."""
         kind = "causal" if self.causal else "all"
         rows = "query" if self.by_query else "block"
         return f"{self.tokens}-heads{self.heads}of{self.choices}-{kind}-{self.chosen}x{self.block}-a-{rows}"
 
 
-FORWARD_ONLY = "flashinfer"  # begins the names of peers without a backward
+FORWARD_ONLY = "flashinfer"  # have no backward
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
     Case(65_536, 64, 128, 16, kv_heads=4, peers=True),
@@ -82,7 +79,7 @@ def index_of(case: Case, device: torch.device) -> Tensor:
     rows = case.tokens if case.by_query else blocks
     own = torch.arange(rows, device=device) // (case.block if case.by_query else 1)
     found = torch.empty(1, case.choices, rows, min(case.chosen, blocks), dtype=torch.int32, device=device)
-    for head in range(case.choices):  # one after another: the scores of all would need gigabytes
+    for head in range(case.choices):  # the scores of all would need gigabytes
         scores = torch.rand(rows, blocks, generator=generator, device=device)
         if case.causal:
             columns = torch.arange(blocks, device=device)
@@ -93,7 +90,6 @@ def index_of(case: Case, device: torch.device) -> Tensor:
 
 
 def live_scores(case: Case, index: Tensor) -> int:
-    """Scores of all query heads that are computed and not masked."""
     counts = (index >= 0).sum().item()
     rows = 1 if case.by_query else case.block
     live = counts * rows * case.block
@@ -104,9 +100,7 @@ def live_scores(case: Case, index: Tensor) -> int:
 
 
 def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
-    """The choice alone, attention with a new choice, and for comparison dense attention and attention with known
-    blocks, ours and the peers'.
-    """
+    """The choice alone, attention with a new choice, dense attention, and attention with known blocks."""
     index = index_of(case, device)
     group = case.heads // case.choices
 
@@ -134,14 +128,12 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
     def add(
         what: str, name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False
     ) -> None:
-        backward = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
-        # FLOPs of the two (forward) or seven products of live scores.
-        for which, call, flops in (("forward", torch.no_grad()(forward), 4.0), ("both", backward, 14.0)):
+        products = {"forward": 2, "both": 7}  # of live scores
+        for which, call in passes(forward, wanted, dout).items():
             if which == "forward" or not name.startswith(FORWARD_ONLY):
+                settings = {"flops": 2.0 * products[which] * case.dim * live}
                 like = f"chosen/{which}/sparseflash" if same else None
-                found[f"{what}/{which}/{name}"] = Way(
-                    call, settings={"flops": flops * case.dim * live}, like=like, peer=peer
-                )
+                found[f"{what}/{which}/{name}"] = Way(call, settings=settings, like=like, peer=peer)
 
     live = live_scores(case, index)
     add("chosen", "sparseflash", chosen, live, same=False)
@@ -156,7 +148,7 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
 def peers_of(
     case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Callable[[], Tensor]]]:
-    """By name: the function that makes a peer's call, given the blocks of a choice."""
+    """Functions that make a peer's call, given the blocks."""
     by_head = partial(flashinfer.masks_of_heads, mask, q.detach(), k.detach(), v.detach(), causal=case.causal)
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {
@@ -167,13 +159,13 @@ def peers_of(
         "flashinfer-a-mask-for-each-head": by_head,
         "flashinfer-heads-as-rows": as_rows,
     }
-    if not case.causal:  # its kernels for Hopper, which it takes only if asked
+    if not case.causal:  # only if asked
         found["flashinfer-cake"] = partial(by_head, backend="cake")
     return found
 
 
 def _is_past(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """The rule of a causal choice's partial tiles, in PyTorch and in the CuTe DSL."""
+    """A causal choice's partial tiles, in PyTorch and in the CuTe DSL."""
     return k <= q
 
 
@@ -218,7 +210,7 @@ def selection(
 
 
 def measure(bench: Bench, case: Case, *, host_calls: int) -> None:
-    """Every way, ours also recorded; then the host's time of those that can run."""
+    """Every way, ours also recorded; then the host's time."""
     ways = ways_of(case, bench.device)
     if bench.device.type == "cuda":
         ways |= {f"{name}-recorded": replace(way, recorded=True) for name, way in ways.items() if not way.peer}

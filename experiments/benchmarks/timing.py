@@ -1,8 +1,8 @@
 """Milliseconds of a call: medians of times between CUDA events, with implementations in turns.
 
-In turns: each implementation runs a short series, then the next one does, for some rounds, so that a change of clock
-rates affects all of them. Before every measured launch the L2 cache is flushed and the GPU is kept busy with a short
-sleep, so that the events time the GPU and not the host.
+Each implementation runs a short series, then the next one, for some rounds, so that a change of clock rates affects
+all. Before a measured launch the L2 cache is flushed and the GPU sleeps shortly, so that events time the GPU and not
+the host.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from experiments.training.clock import synchronize
 T = TypeVar("T")
 
 FLUSH_BYTES = 256 * 2**20  # five times the L2 cache of an H100
-SLEEP_CYCLES = 1_200_000  # about 0.6 ms, longer than the host takes for a forward and a backward
+SLEEP_CYCLES = 1_200_000  # about 0.6 ms, longer than the host takes for a step
 LAUNCHES_A_ROUND = (4, 40)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call without arguments, and the context to enter around a series of calls."""
+    """A call, and the context to enter around a series of calls."""
 
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager[object]]
@@ -36,7 +36,7 @@ class Timed:
 
 @dataclass
 class Timing:
-    """The median in milliseconds, and in `spread` the range of the rounds' medians over it; or the failure."""
+    """The median in ms, and in `spread` the range of the rounds' medians over it; or the failure."""
 
     ms: float = float("nan")
     spread: float = float("nan")
@@ -44,14 +44,13 @@ class Timing:
     rounds: list[list[float]] = field(default_factory=list)  # milliseconds
 
     def finish(self) -> None:
-        """Sets `ms` and `spread` from the rounds."""
         self.ms = median(sample for samples in self.rounds for sample in samples)
         medians = [median(samples) for samples in self.rounds]
         self.spread = (max(medians) - min(medians)) / self.ms
 
 
 def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """The seconds of one call by the host's clock, including compilation, and what it returned."""
+    """Seconds of one call by the host's clock, and its result."""
     synchronize(device)
     begin = time.perf_counter()
     result = call()
@@ -60,7 +59,7 @@ def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def recorded(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, whose results are the same tensors every time."""
+    """The call as a CUDA graph, with the same result tensors every time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,7 +88,7 @@ def _series(call: Callable[[], object], count: int, device: torch.device, flush:
 
 
 def in_turns(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, round_ms: float) -> dict[str, Timing]:
-    """The time of each call: `rounds` series of about `round_ms` milliseconds each, or of one launch if 0, in turns."""
+    """`rounds` series of about `round_ms` milliseconds each, or of one launch if 0, in turns."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     fewest, most = LAUNCHES_A_ROUND
 
@@ -103,7 +102,7 @@ def in_turns(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, r
 
 
 def of_single_calls(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, count: int) -> dict[str, Timing]:
-    """Host time of a call, in turns: the time of a loop of `count` calls and a synchronisation, divided by `count`."""
+    """Host time of a call, in turns: a loop of `count` calls and a synchronisation, divided by `count`."""
 
     def series(call: Callable[[], object]) -> list[float]:
         for _ in range(3):
@@ -120,7 +119,7 @@ def _loop(call: Callable[[], object], count: int) -> None:
 
 
 def host_microseconds(call: Callable[[], object], device: torch.device, *, count: int = 20, rounds: int = 5) -> float:
-    """The median over rounds of the host's time for a call, without waiting for the device."""
+    """The median host time of a call, without waiting for the device."""
     found: list[float] = []
     for _ in range(rounds):
         synchronize(device)
@@ -135,7 +134,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device, *, count
 def _by_turns(
     calls: Mapping[str, Timed], rounds: int, series: Callable[[Callable[[], object]], list[float]]
 ) -> dict[str, Timing]:
-    """A series of each call in every round; a call that fails is not called again."""
+    """A call that fails is not called again."""
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):
         for name, timed in calls.items():

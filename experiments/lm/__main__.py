@@ -3,7 +3,7 @@
 import os
 
 if __name__ == "__main__":
-    # Must be set before PyTorch is loaded; see experiments/lra/__main__.py.
+    # Before PyTorch is loaded; see experiments/lra/__main__.py.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     from experiments.lm.cli import app

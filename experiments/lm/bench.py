@@ -1,6 +1,6 @@
 """Tokens/s, MFU and memory of whole training steps on random tokens: forward, backward, clipping and AdamW, in bf16.
 
-The rows of one model and one context share weights, optimiser and compiled code, and take turns.
+Rows of one model and context share weights, optimiser and compiled code, and take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from experiments.training.clock import synchronize
 from experiments.training.optimizer import adamw
 from experiments.training.profiling import KernelCost, costs_of
 
-LR = 1e-4  # does not affect the step time
+LR = 1e-4
 PROFILED_STEPS = 2
 
 Say = Callable[[str], None]
@@ -32,27 +32,27 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. minutes: no row and no round starts after this time."""
+    """minutes: no row and no round starts after this time."""
 
     minutes: float = 5.0
     tokens: int = 65_536
     rounds: int = 3
     round_seconds: float = 0.6
-    recorded: bool = False  # whether to measure each case again with CUDA graphs
-    profiled: bool = False  # whether to list each row's kernels, in untimed steps
-    chosen: dict[str, object] = field(default_factory=dict)  # settings that replace the preset's
+    recorded: bool = False  # measure each case again with CUDA graphs
+    profiled: bool = False  # list each row's kernels, in untimed steps
+    chosen: dict[str, object] = field(default_factory=dict)  # replace the preset's
 
 
 @dataclass
 class Row:
-    """A row of the table; `failure` is a short reason for missing numbers."""
+    """`failure`: the reason for missing numbers."""
 
     case: Case
     parameters: int = 0
-    density: float = float("nan")  # share of live scores, mean of the layers
+    density: float = float("nan")  # live scores, mean of the layers
     batch: int = 0
     part: int = 0
-    first_seconds: float = float("nan")  # the first step, with compilation
+    first_seconds: float = float("nan")  # with compilation
     peak_bytes: int = 0
     flops_a_token: float = float("nan")
     rounds: list[float] = field(default_factory=list)  # seconds of a step
@@ -70,12 +70,11 @@ class Row:
 
     @property
     def spread(self) -> float:
-        """The range of the rounds over their median."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds if self.rounds else float("nan")
 
 
 def measure(cases: Sequence[Case], options: Options, device: torch.device, say: Say) -> list[Row]:
-    """The rows of all cases, in order."""
+    """In order."""
     deadline = time.monotonic() + 60 * options.minutes
     if options.recorded:
         check_recordable(device)
@@ -150,7 +149,7 @@ def _skip(rows: Sequence[Row]) -> None:
 
 
 def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] | None:
-    """The attention of each layer, one object for each mask; None if the implementation does not support the mask."""
+    """One object for each mask; None if the implementation does not support the mask."""
     case, sizes = row.case, config.sizes
     masks = patterns.of_layers(
         case.pattern, sizes.depth, sizes.heads, case.context, window=config.window, block=config.block
@@ -172,7 +171,7 @@ def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] 
 def _first(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, say: Say
 ) -> bool:
-    """Run the first two steps, which compile and reserve memory. Returns whether they ran."""
+    """Two steps, which compile and reserve memory. Returns whether they ran."""
     begin = time.perf_counter()
     _run(row, model, attentions, steps, batch, count=1)
     row.first_seconds = time.perf_counter() - begin
@@ -187,7 +186,7 @@ def _first(
 def _round(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, seconds: float
 ) -> None:
-    """One warm-up step, then as many steps as fill the round."""
+    """A warm-up step, then as many steps as fill the round."""
     once = _run(row, model, attentions, steps, batch, count=1)
     if row.failure:
         return
@@ -200,7 +199,7 @@ def _round(
 def _run(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, count: int
 ) -> float:
-    """The seconds of some steps; a failure is recorded in the row."""
+    """Seconds of some steps; a failure is recorded in the row."""
     model.attentions = tuple(attentions)
     device = steps.device
     on_gpu = device.type == "cuda"
@@ -214,7 +213,7 @@ def _run(
         synchronize(device)
     except torch.OutOfMemoryError:
         row.failure = "out of memory"
-    except Exception as error:  # another library's failure must not end the other rows
+    except Exception as error:  # the other rows go on
         row.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     took = time.perf_counter() - begin
     if row.failure:

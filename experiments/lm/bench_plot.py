@@ -1,5 +1,3 @@
-"""A stored measurement as plots: tokens/s, MFU and memory over the context."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,7 +10,7 @@ PANELS = (("tokens_per_s", "tokens/s", 1.0), ("mfu", "MFU, %", 100.0), ("peak_gb
 
 
 def lines(rows: list[dict[str, Any]], number: str) -> dict[str, tuple[list[int], list[float]]]:
-    """Contexts and numbers for each model, pattern and implementation, from the rows that have the number.
+    """Contexts and numbers for each model, pattern and implementation.
 
     >>> row = {"preset": "124M", "pattern": "dense", "attention": "sdpa", "context": 2048, "mfu": 0.25}
     >>> lines([row], "mfu")
@@ -30,7 +28,7 @@ def lines(rows: list[dict[str, Any]], number: str) -> dict[str, tuple[list[int],
 
 
 def plot(stored: Path, path: Path) -> None:
-    """Draw bench.json. A number that no row has, such as memory on a CPU, gets no panel."""
+    """A number that no row has gets no panel."""
     import matplotlib
 
     matplotlib.use("Agg")

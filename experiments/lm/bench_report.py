@@ -1,5 +1,3 @@
-"""The rows of a measurement as a table on the terminal, and as CSV and JSON files."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,7 @@ PEER = "sdpa"
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line for each row; "x" is tokens/s divided by dense SDPA's in the same model and context."""
+    """ "x" is tokens/s divided by dense SDPA's in the same model and context."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("model", "context", "pattern", "attention"):
         made.add_column(name, no_wrap=True, overflow="fold")
@@ -40,7 +38,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def shortened(failure: str) -> str:
-    """A failure in a word or two, for the table; bench.json has the whole text.
+    """For the table; bench.json has the whole text.
 
     >>> shortened("NotImplementedError: FlexAttention does not support backward on CPU.")
     'failed'
@@ -49,7 +47,7 @@ def shortened(failure: str) -> str:
 
 
 def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
-    """Tokens/s divided by dense SDPA's with steps of the same kind; None if not measured."""
+    """Steps of the same kind; None if not measured."""
     for other in rows:
         if other.rounds and other.case == row.case._replace(pattern="dense", attention=PEER):
             return row.tokens_per_s / other.tokens_per_s
@@ -79,7 +77,7 @@ def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write bench.csv, each line with the facts of the run, bench.json and, if profiled, kernels.csv."""
+    """bench.csv, bench.json and, if profiled, kernels.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [as_record(row, rows) for row in rows]
     write_csv(folder / "bench.csv", [{**record, **facts} for record in records])

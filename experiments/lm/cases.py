@@ -9,8 +9,7 @@ from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.presets import settings_of
 from sparseflash.cli.pattern_text import parts
 
-# Dense attention beside PyTorch's two implementations at the usual lengths, for all sizes; then long contexts, where
-# sparse patterns should pay.
+# Dense attention at the usual lengths, for all sizes; then long contexts, where sparse patterns should pay.
 DEFAULT = (
     "124M:2K,8K:dense:sparseflash,sdpa,flex",
     "124M:16K,64K:dense:sparseflash,sdpa,flex",
@@ -24,11 +23,10 @@ class Case(NamedTuple):
     context: int
     pattern: str
     attention: str
-    recorded: bool = False  # whether its steps are CUDA graphs
+    recorded: bool = False  # CUDA graphs
 
     @property
     def implementation(self) -> str:
-        """The implementation of attention and steps, in words."""
         return f"{self.attention}, recorded" if self.recorded else self.attention
 
 
@@ -39,10 +37,10 @@ def parsed(text: str) -> list[Case]:
     [Case(preset='124M', context=2048, pattern='dense', attention='sparseflash', recorded=False),
      Case(preset='124M', context=512, pattern='dense', attention='sparseflash', recorded=False)]
 
-    Here + joins alternating layers, because commas separate patterns. Raises ValueError for anything else.
+    + joins alternating layers. Raises ValueError for anything else.
     """
     words = parts(text, ":")
-    fields = [parts(field, ",") for field in (*words[:2], ":".join(words[2:-1]), words[-1])]  # functions have a colon
+    fields = [parts(field, ",") for field in (*words[:2], ":".join(words[2:-1]), words[-1])]
     if len(words) < 4 or not all(all(field) for field in fields):
         raise ValueError(
             f"a case must be presets:contexts:patterns:implementations, such as {DEFAULT[0]}; got {text!r}"
@@ -61,7 +59,7 @@ def parsed(text: str) -> list[Case]:
 
 
 def length(text: str) -> int:
-    """A number of tokens, with K for 1,024.
+    """K means 1,024.
 
     >>> length("64K"), length("1000")
     (65536, 1000)

@@ -1,5 +1,3 @@
-"""The command line: options only."""
-
 from __future__ import annotations
 
 from importlib.util import find_spec
@@ -205,7 +203,7 @@ def train(
     """
     with short_errors():
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before any file is written
+            tensorboard.writer_class()  # may raise
         if resume:
             saved = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config, data = resumed(saved.config, chosen), data or saved.data

@@ -3,7 +3,7 @@
 <out>/<run>/                  each run, with the files of train.py
 <out>/<run>/environment.json  the device, versions and commit of the session that completed it
 
-The same command resumes a paused comparison and keeps complete runs. compare_report.py makes the tables.
+The same command resumes a paused comparison.
 """
 
 from __future__ import annotations
@@ -33,29 +33,17 @@ NOT_CHOSEN = ("context", "pattern", "attention", "seed", "context_parallel")
 
 
 def slug(pattern: str) -> str:
-    """A pattern as part of a file name.
-
-    >>> slug("local|butterfly,dense")
-    'local-or-butterfly-then-dense'
-    >>> slug("local(n, window=64)/folder/mine.py:rule")
-    'local-n-window-64-and-folder-and-mine.py-rule'
-    """
     for sign, word in {"|": "-or-", ",": "-then-", "/": "-and-"}.items():
         pattern = word.join(parts(pattern, sign))
     return re.sub(r"[^\w.]+", "-", pattern).strip("-.")
 
 
 def name_of(case: Case) -> str:
-    """The folder of a run.
-
-    >>> name_of(Case("124M", 16384, "local|butterfly", "sparseflash"))
-    '124M-16384-local-or-butterfly-sparseflash'
-    """
     return f"{case.preset}-{case.context}-{slug(case.pattern)}-{case.attention}"
 
 
 def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
-    """The settings of a case's run: its preset, changed by `chosen`."""
+    """Its preset, changed by `chosen`."""
     of_case = {"context": case.context, "pattern": case.pattern, "attention": case.attention}
     return configure(case.preset, {**chosen, **of_case})
 
@@ -76,7 +64,8 @@ def configs_of(
     for case in cases:
         if tuned is not None and case not in tuned:
             raise ValueError(f"--lr-from must have runs of every case; it has none of {name_of(case)}")
-        for rate in [tuned[case]] if tuned is not None else rates or [None]:
+        of_case: Sequence[float | None] = [tuned[case]] if tuned is not None else rates or [None]
+        for rate in of_case:
             for seed in seeds:
                 name = name_of(case) + (f"-lr{rate:g}" if len(rates) > 1 else "")
                 name += f"-seed{seed}" if len(seeds) > 1 else ""
@@ -114,10 +103,7 @@ def tuned_in(folder: Path, cases: Iterable[Case]) -> dict[Case, float]:
 def train_all(
     configs: Mapping[str, Config], store: Store, out: Path, pause: Pause, facts: Mapping[str, str], console: Console
 ) -> bool:
-    """Train the incomplete runs, by name. Returns whether all are complete; False if one was paused.
-
-    Raises ValueError, before training, if a folder holds a run with other settings or another text.
-    """
+    """Returns whether all are complete. Raises ValueError if a folder holds a run of other settings or another text."""
     for name, config in configs.items():
         _check_same(out / name, config, store)
     trained = False
@@ -125,7 +111,7 @@ def train_all(
         folder = out / name
         if (folder / ENVIRONMENT).is_file():
             continue
-        if trained and pause(0):  # otherwise a finished session would compile the next run for a single step
+        if trained and pause(0):
             return False
         metrics = session.train(
             config, store, folder, resume=run_folder.holds_run(folder), overwrite=False, pause=pause, ranks=SINGLE,

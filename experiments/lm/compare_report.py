@@ -20,7 +20,7 @@ from experiments.lm.show import Finished, Validation
 from experiments.training.atomic_files import write_csv, write_json, write_text
 from experiments.training.reading import read_json
 
-# Shares of the shortest run. With the schedule "trapezoid" no learning rate has fallen yet.
+# Of the shortest run. With "trapezoid" no learning rate has fallen yet.
 SHARES = (0.25, 0.5, 0.75)
 
 RESULTS = ("parameters", "steps", "tokens", "seconds", "tokens_per_s", "val_loss", "val_tokens", "mfu")
@@ -31,7 +31,7 @@ SHOWN = (
 
 
 def loss_at(found: Sequence[Validation], unit: str, amount: float) -> float | None:
-    """The loss after an amount of "tokens" or "seconds", interpolated linearly between validations.
+    """After an amount of "tokens" or "seconds", interpolated between validations.
 
     >>> found = [Validation(10, 1.0, 4.0), Validation(20, 2.0, 3.0)]
     >>> loss_at(found, "tokens", 15), loss_at(found, "tokens", 20), loss_at(found, "tokens", 5)
@@ -47,12 +47,10 @@ def loss_at(found: Sequence[Validation], unit: str, amount: float) -> float | No
 
 
 def amounts(runs: Sequence[Finished], unit: str) -> list[float]:
-    """The tokens or seconds at which runs are compared: SHARES of the shortest run."""
     return [share * min(getattr(run.validations()[-1], unit) for run in runs) for share in SHARES]
 
 
 def summary(runs: Sequence[Finished], environments: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """One record for each complete run."""
     seconds, tokens = amounts(runs, "seconds"), amounts(runs, "tokens")
     made = []
     for run, environment in zip(runs, environments, strict=True):
@@ -74,12 +72,6 @@ def summary(runs: Sequence[Finished], environments: Sequence[Mapping[str, str]])
 
 
 def begun_with(initial: Mapping[str, Any] | None) -> str:
-    """The earlier training of a run's initial weights.
-
-    >>> first = {"pattern": "dense", "context": 2048, "tokens": 150_000_000, "seconds": 300.0, "before": None}
-    >>> begun_with({**first, "context": 16384, "before": first})
-    'dense, 2048: 150.0M tokens, 5.0 min; dense, 16384: 150.0M tokens, 5.0 min'
-    """
     if initial is None:
         return ""
     time = "minutes unknown" if initial["seconds"] is None else f"{initial['seconds'] / 60:.1f} min"
@@ -88,7 +80,6 @@ def begun_with(initial: Mapping[str, Any] | None) -> str:
 
 
 def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) -> str:
-    """Tables of results, of losses by position, and of the runs' inputs."""
     first = records[0]
     minutes = [f"{float(seconds) / 60:.3g} min" for seconds in first["at_seconds"]]
     tokens = [f"{float(count) / 1e6:.3g}M tokens" for count in first["at_tokens"]]
@@ -166,7 +157,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write(out: Path, names: Sequence[str], store: Store) -> str:
-    """Write the comparison of the complete runs in a folder; returns the tables as Markdown."""
     runs = [show.read(out / name) for name in names]
     records = summary(runs, [read_json(out / name / ENVIRONMENT, "the environment of a run") for name in names])
     nested = "at_seconds", "at_tokens", "by_position"

@@ -1,5 +1,3 @@
-"""Every setting of a training run, with its help text and default."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -8,6 +6,7 @@ from typing import Any
 
 from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.model.transformer import Sizes
+from experiments.lm.patterns import has_choices
 from experiments.lm.presets import settings_of
 from experiments.training import run_folder
 from experiments.training.lr_schedule import SCHEDULES
@@ -21,7 +20,7 @@ SHARDING = ("ddp", "fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run. The defaults are GPT-2's smallest size."""
+    """The defaults are GPT-2's smallest size."""
 
     depth: int = setting(12, "Layers.")
     width: int = setting(768, "Features of each token.")
@@ -32,9 +31,10 @@ class Config:
 
     pattern: str = setting(
         "dense",
-        "dense, local, butterfly or bigbird; a pattern of the library, 'streaming(n, window=64, sink=4)' for n "
-        "tokens; or your own, mine.py:rule. | joins patterns, / separates groups of heads, commas separate alternating "
-        "layers: 'local,dense' or 'local|butterfly'. Keys after their query are dropped.",
+        "dense, local, butterfly or bigbird; moba, blocks that each query chooses at every step; a pattern of the "
+        "library, 'streaming(n, window=64, sink=4)' for n tokens; or your own, mine.py:rule. | joins patterns, / "
+        "separates groups of heads, commas separate alternating layers: 'local,dense' or 'local|butterfly'. Keys after "
+        "their query are dropped.",
     )
     window: int = setting(1024, "Tokens of the local window, the query included.")
     block: int = setting(128, "Block size of the masks.")
@@ -99,7 +99,7 @@ class Config:
         check_one_of("precision", self.precision, PRECISIONS)
         check_one_of("compiled", self.compiled, COMPILED)
         check_one_of("sharding", self.sharding, SHARDING)
-        _ = self.sizes  # checks them
+        _ = self.sizes
         if self.compiled == "model" and self.recompute:
             raise ValueError("compiled must be block or none if layers are recomputed; got model")
         if self.recorded and self.documents == "separate":
@@ -107,6 +107,16 @@ class Config:
                 "documents must be joined if steps are recorded as CUDA graphs, which read the same masks in every "
                 "step; got separate: choose --no-recorded"
             )
+        if has_choices(self.pattern):
+            for name, allowed in (
+                ("documents", ("joined",)), ("context_parallel", (1,)), ("recorded", (False,)),
+                ("compiled", ("none", "block")), ("attention", ("sparseflash",)),
+            ):  # fmt: skip
+                if getattr(self, name) not in allowed:
+                    raise ValueError(
+                        f"{name} must be {' or '.join(map(str, allowed))} if blocks are chosen at every step; got "
+                        f"{getattr(self, name)} with the pattern {self.pattern}"
+                    )
         if self.context_parallel > 1:
             self._check_shared_sequences()
 
@@ -131,19 +141,18 @@ class Config:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step, over all processes."""
         return max(1, self.batch_tokens // self.context)
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward. Processes that share sequences each hold a part of the tokens."""
+        """Sequences of one forward and backward."""
         return max(1, self.micro_tokens * self.context_parallel // self.context)
 
 
 HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
-# Settings that may change on resume: they do not affect the weights, or change the run's length.
+# They do not affect the weights, or change the run's length.
 FREE_ON_RESUME = (
     "steps", "minutes", "device", "compiled", "recorded", "context_parallel", "recompute", "validate_every",
     "validation_tokens", "checkpoint_every", "log_every",
@@ -151,15 +160,13 @@ FREE_ON_RESUME = (
 
 
 def configure(preset: str | None, chosen: Mapping[str, Any]) -> Config:
-    """The defaults, changed by a preset and by the user's choices."""
     return Config(**{**(settings_of(preset) if preset else {}), **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
+    """Raises ValueError if the settings chosen now would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The settings as plain values for a JSON file."""
     return asdict(config)

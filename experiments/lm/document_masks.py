@@ -12,17 +12,15 @@ from sparseflash import BlockMask, masks
 
 
 class DocumentMasks:
-    """Makes the attentions of a batch. The host builds the masks, a fraction of a second for each batch.
+    """The host builds the masks, a fraction of a second for each batch.
 
-    layers: the mask of each layer, on the CPU.
-    attention_of: makes the attention over a mask.
+    layers: masks on the CPU. attention_of: makes the attention over a mask.
     """
 
     def __init__(self, layers: Sequence[BlockMask], attention_of: Callable[[BlockMask], Attention]) -> None:
         self.layers, self.attention_of = tuple(layers), attention_of
 
     def masks(self, lengths: Sequence[Sequence[int]]) -> list[BlockMask]:
-        """The mask of each layer for sequences of documents with these lengths."""
         made: dict[int, BlockMask] = {}
         for layer in self.layers:
             if id(layer) not in made:
@@ -32,7 +30,6 @@ class DocumentMasks:
         return [made[id(layer)] for layer in self.layers]
 
     def attentions(self, packing: Packing, numbers: np.ndarray) -> list[Attention]:
-        """The attention of each layer for some sequences."""
         layers = self.masks([packing.documents(int(number)) for number in numbers])
         made: dict[int, Attention] = {}
         for mask in layers:
@@ -41,5 +38,4 @@ class DocumentMasks:
         return [made[id(mask)] for mask in layers]
 
     def of_parts(self, packing: Packing, numbers: np.ndarray, part: int) -> tuple[list[Attention], ...]:
-        """The attentions for each part of a batch."""
         return tuple(self.attentions(packing, numbers[start : start + part]) for start in range(0, len(numbers), part))

@@ -17,12 +17,12 @@ from experiments.lm.document_masks import DocumentMasks
 from experiments.training.atomic_files import write_csv
 from experiments.training.distributed import Ranks
 
-BUCKETS = 32  # maximum rows of positions.csv
+BUCKETS = 32  # rows of positions.csv
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Sums of the losses (nats) at each position over `sequences` sequences."""
+    """Sums (nats) at each position over `sequences` sequences."""
 
     sums: np.ndarray  # [N]
     sequences: int
@@ -36,7 +36,7 @@ class Losses:
         return float(self.sums.sum() / self.tokens)
 
     def by_position(self) -> list[tuple[int, int, float]]:
-        """The mean loss over ranges of positions [first, end), whose lengths double.
+        """Ranges [first, end), whose lengths double.
 
         >>> [row[:2] for row in Losses(np.ones(100), 1).by_position()]
         [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 100)]
@@ -55,7 +55,7 @@ def losses(
     documents: DocumentMasks | None,
     together: int,
 ) -> Losses:
-    """The losses on the first sequences of a part, divided among all processes like a batch.
+    """On the first sequences of a part, divided among all processes.
 
     together: sequences of a forward. Raises ValueError if the text has fewer sequences than shares.
     """

@@ -1,11 +1,10 @@
-"""The FLOPs of a training step and their share of the device's peak (MFU): one definition for all tables.
+"""The FLOPs of a training step and their share of the device's peak (MFU).
 
     FLOPs of a token = 6 * M + 12 * D * (live scores of all layers and heads) / context
 
-M: the weights of all linear layers and of the head, with the padded vocabulary; embeddings, norms and positions do not
-    count. Each weight is multiplied and added once forward and twice backward. A live score takes 4 D forward (q k^T
-    and its product with v) and 8 D backward. Only live scores count, so dense causal attention counts half of the
-    square. Recomputation and masked scores do not count.
+M: the weights of all linear layers and of the head, with the padded vocabulary; each is multiplied and added once
+forward and twice backward. A live score takes 4 D forward and 8 D backward. Recomputation and masked scores do not
+count.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from collections.abc import Sequence
 
 import torch
 
+from experiments.lm.model.chosen import ChosenBlocks
 from sparseflash import BlockMask
 
-# Dense bf16 peaks, by the makers' data sheets.
+# Dense bf16, by data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
-    """The number of weights in matrix products; `vocabulary` includes its padding.
+    """`vocabulary` includes its padding.
 
     >>> matrix_weights(12, 768, 4 * 768, 50_304)
     123568128
@@ -29,14 +29,14 @@ def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
     return depth * (4 * width * width + 2 * width * mlp) + vocabulary * width
 
 
-def live_scores(layers: Sequence[BlockMask], heads: int) -> float:
+def live_scores(layers: Sequence[BlockMask | ChosenBlocks], heads: int) -> float:
     """The live scores of one sequence, over all layers and heads."""
     found = {id(mask): mask.density * mask.q_len * mask.k_len * heads for mask in layers}
     return sum(found[id(mask)] for mask in layers)
 
 
 def of_token(weights: int, head_dim: int, live: float, context: int) -> float:
-    """The FLOPs of training on one token, forward and backward.
+    """Forward and backward.
 
     >>> round(of_token(123_568_128, 128, 12 * 6 * 2048 * 2049 / 2, 2048) / 1e6)
     855
@@ -45,7 +45,7 @@ def of_token(weights: int, head_dim: int, live: float, context: int) -> float:
 
 
 def peak(device: torch.device) -> float | None:
-    """FLOP/s of the device in bf16; None if unknown (no MFU)."""
+    """In bf16; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -4,10 +4,11 @@ dense                        every layer sees all earlier tokens
 local|butterfly              the union of two patterns
 local,local,dense            alternating layers: two with a window, one dense, and so on
 local/butterfly              equal groups of heads: the first half with a window, the others with a butterfly
+moba                         blocks that each query chooses at every step, as many tokens as the window has
 streaming(n, window=64, sink=4)    a pattern of the library, where n is the number of tokens
-folder/mine.py:rule          a rule rule(q, k) of one's own, or a function of n that returns a mask
+folder/mine.py:rule          any rule(q, k), or a function of n that returns a mask
 
-Keys after their query are dropped, whatever the pattern.
+Keys after their query are dropped.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 from functools import reduce
 from operator import or_
 
+from experiments.lm.model.chosen import ChosenBlocks
 from sparseflash import BlockMask, masks
 from sparseflash.cli.pattern_text import groups, mask_of_pattern, parts
 
 NAMES = ("dense", "local", "butterfly", "bigbird")
+CHOSEN = "moba"  # a whole layer: no part of a union, and no group of heads
 
 
 def build(name: str, length: int, *, window: int, block: int, heads: int = 1) -> BlockMask:
@@ -27,8 +30,8 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    window: of "local", in tokens, the query included; a window longer than the text is dense. heads: those that a rule
-    by head distinguishes. Raises ValueError if the name gives no mask of this length.
+    window: of "local", in tokens, the query included. heads: that a rule distinguishes. Raises ValueError if the name
+    gives no mask of this length.
     """
     named = {
         "dense": lambda: masks.causal(length, block=block),
@@ -47,7 +50,7 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
 
 
 def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> BlockMask:
-    """The mask of one layer, such as "local|butterfly" or "local/dense"; with one head if all heads are equal."""
+    """Such as "local|butterfly" or "local/dense"; with one head if all are equal."""
     by_head = groups(text, NAMES)
     if heads % len(by_head):
         raise ValueError(
@@ -65,7 +68,25 @@ def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> 
                            for mask in made for head in range(of_group)])  # fmt: skip
 
 
-def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, block: int) -> list[BlockMask]:
+def has_choices(text: str) -> bool:
+    """Whether some layers choose their blocks at every step."""
+    return CHOSEN in parts(text, ",")
+
+
+def chosen(length: int, *, window: int, block: int) -> ChosenBlocks:
+    """A layer of `moba`: blocks of `block` tokens, as many as a window has.
+
+    >>> chosen(512, window=128, block=32).chosen
+    4
+    """
+    if length % block:
+        raise ValueError(f"the pattern {CHOSEN} needs a context of whole blocks of {block} tokens; got {length}")
+    return ChosenBlocks(length, block, max(1, window // block))
+
+
+def of_layers(
+    text: str, depth: int, heads: int, length: int, *, window: int, block: int
+) -> list[BlockMask | ChosenBlocks]:
     """The masks of all layers. Layers with one pattern share one mask object and its plans.
 
     >>> first, second, third = of_layers("local,dense", 3, 4, 256, window=64, block=32)
@@ -73,5 +94,8 @@ def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, bl
     (True, True)
     """
     names = parts(text, ",")
-    made = {name: of_layer(name, heads, length, window=window, block=block) for name in dict.fromkeys(names)}
+    made: dict[str, BlockMask | ChosenBlocks] = {}
+    for name in dict.fromkeys(names):
+        of_one = chosen(length, window=window, block=block) if name == CHOSEN else None
+        made[name] = of_one or of_layer(name, heads, length, window=window, block=block)
     return [made[names[layer % len(names)]] for layer in range(depth)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# micro_tokens: tokens of a forward and a backward on one GPU, as many as fit beside the optimiser in 80 GB.
+# micro_tokens: of a forward and backward on one GPU, as many as fit in 80 GB.
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "depth": 4, "width": 192, "head_dim": 48, "context": 256, "vocabulary": 2048, "batch_tokens": 2048,
@@ -24,7 +24,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The settings of a preset; raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {name!r}")
     return PRESETS[name]

@@ -1,5 +1,3 @@
-"""Finished runs and measured steps as measurements, in the names of the stored records."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

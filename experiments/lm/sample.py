@@ -1,5 +1,3 @@
-"""Continues text with a trained model."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,15 +16,12 @@ from experiments.training.reading import reading
 
 
 def opened(path: Path, device: torch.device) -> tuple[LanguageModel, Config, Tokenizer]:
-    """The model of a finished run, its settings and its tokenizer.
-
-    Raises FileNotFoundError if the run is not finished, and ValueError for a file with other contents.
-    """
+    """Raises FileNotFoundError if the run is not finished, and ValueError for other contents."""
     tensors, about = tensor_files.read(path, KIND, "config")
     with reading(path, f"a file of an {KIND} with its settings"):
         config = Config(**about["config"])
     tensor_files.check_length(path, config.context, config.block)
-    if config.depth > len(tensors):  # checked before building a mask for each layer
+    if config.depth > len(tensors):
         raise ValueError(f"{path} must have tensors for its {config.depth} layers; got {len(tensors)}")
     with reading(path, "a model whose masks its own settings describe"):
         masks = patterns.of_layers(
@@ -43,8 +38,7 @@ def opened(path: Path, device: torch.device) -> tuple[LanguageModel, Config, Tok
 
 
 def chosen(scores: Tensor, temperature: float, top: int, generator: torch.Generator) -> int:
-    """A token from its scores [V], fp32 on the CPU. temperature 0: the best. top: sample from this many best tokens; 0:
-    from all.
+    """Scores [V], fp32 on the CPU. temperature 0: the best. top: of this many best; 0: of all.
 
     >>> chosen(torch.tensor([0.0, 2.0, 1.0]), 0.0, 0, torch.Generator())
     1
@@ -59,10 +53,9 @@ def chosen(scores: Tensor, temperature: float, top: int, generator: torch.Genera
 def continued(
     model: LanguageModel, tokens: list[int], count: int, *, context: int, temperature: float, top: int, seed: int
 ) -> list[int]:
-    """`count` tokens that follow `tokens`, fewer if the document ends.
+    """Fewer if the document ends.
 
-    Each token is computed from the last `context` tokens again, placed at the beginning of the mask. Later rows do not
-    matter, because every pattern is causal.
+    Each token is computed from the last `context` tokens again, at the beginning of the mask.
     """
     generator = torch.Generator().manual_seed(seed)
     device = model.embedding.weight.device

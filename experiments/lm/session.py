@@ -1,5 +1,3 @@
-"""The work of `corpus` and `train`, apart from reading options."""
-
 from __future__ import annotations
 
 import sysconfig
@@ -15,17 +13,17 @@ from experiments.training.distributed import Ranks
 from experiments.training.session import train_shown
 from experiments.training.trainer import Pause
 
-# Folders of the standard library with third-party code.
+# Third-party code.
 INSTALLED = ("site-packages", "dist-packages")
 
 
 def standard_library() -> Path:
-    """The folder of Python's standard library: a few thousand files of code and comments."""
+    """A few thousand files of code and comments."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_tokens(config: Config, data: Path, ranks: Ranks, console: Console) -> Store:
-    """The tokens of a folder; the first process makes them if they are missing."""
+    """The first process makes them if they are missing."""
     return ranks.first_before_others(
         lambda: tokens_of(data, config.vocabulary, lambda text: console.print(text, soft_wrap=True, highlight=False))
     )
@@ -43,7 +41,7 @@ def train(
     tensorboard: bool,
     console: Console,
 ) -> dict[str, Any] | None:
-    """Train with a progress bar. Returns the metrics, or None if training was paused."""
+    """Returns the metrics, or None if paused."""
     run = Run(config, store, folder, resume=resume, overwrite=overwrite, ranks=ranks)
     count = sum(parameter.numel() for parameter in run.model.parameters())
     console.print(

@@ -1,5 +1,3 @@
-"""Compares runs: a table of results, and plots of loss, speed and loss by position."""
-
 from __future__ import annotations
 
 import csv
@@ -16,7 +14,7 @@ from experiments.training.run_log import Record
 
 
 class Validation(NamedTuple):
-    """The loss on held-out text (nats) after a number of tokens and seconds of training."""
+    """On held-out text (nats)."""
 
     tokens: int
     seconds: float
@@ -24,8 +22,6 @@ class Validation(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A run: its name, its log, its metrics if complete, and its losses by position."""
-
     name: str
     records: list[Record]
     metrics: dict[str, Any] | None
@@ -41,7 +37,7 @@ class Finished(NamedTuple):
 
 
 def read(folder: Path) -> Finished:
-    """A run's files; raises FileNotFoundError if the folder holds none."""
+    """Raises FileNotFoundError if the folder holds no run."""
     records = run_log.read(folder / run_folder.LOG)
     if not records:
         raise FileNotFoundError(f"there is no log of a run in {folder}")
@@ -55,7 +51,7 @@ def read(folder: Path) -> Finished:
 
 
 def table(runs: Sequence[Finished]) -> Table:
-    """One line for each run; the speed is taken from its last log lines."""
+    """The speed is taken from the last log lines."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column("run", overflow="fold")
     for name in ("steps", "tokens", "minutes", "tokens/s", "MFU", "train", "val"):
@@ -76,7 +72,6 @@ def table(runs: Sequence[Finished]) -> Table:
 
 
 def plot(runs: Sequence[Finished], path: Path) -> None:
-    """Loss over minutes and over tokens, tokens/s, and loss by position, as one picture."""
     import matplotlib
 
     matplotlib.use("Agg")

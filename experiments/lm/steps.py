@@ -20,17 +20,17 @@ from experiments.training.steps import BatchSize, Objective, Outcome, Steps
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences [B, N + 1]: N tokens, and the label of the last. It may lie on the host."""
+    """[B, N + 1]; may lie on the host."""
 
     tokens: Tensor
-    attentions: tuple[Sequence[Attention], ...] = ()  # for each part, if documents are separate
+    attentions: tuple[Sequence[Attention], ...] = ()  # for each part
 
     @property
     def size(self) -> BatchSize:
         return size_of(self.tokens)
 
     def on_device(self, device: torch.device) -> Tensor:
-        """The tokens as int64, copied without waiting on the host."""
+        """int64, copied without waiting."""
         tokens = self.tokens
         if device.type == "cuda" and not tokens.is_cuda:
             tokens = tokens.pin_memory()
@@ -39,11 +39,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Part:
-    """Sequences [b, N + 1] of a batch, on the device."""
-
     tokens: Tensor
     share: float  # b / B
-    adds: bool  # whether other parts came before
+    adds: bool
     attentions: Sequence[Attention] | None = None
 
     @property
@@ -53,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StaticPart:
-    """Static storage for a part's tokens, for CUDA graphs."""
+    """For CUDA graphs."""
 
     part: Part
 
@@ -62,11 +60,9 @@ class StaticPart:
         return cls(Part(part.tokens.clone(), part.share, part.adds))
 
     def fits(self, part: Part) -> bool:
-        """True: all parts of one graph have the same number of tokens."""
         return True
 
     def fill(self, part: Part) -> None:
-        """Copy the tokens of another part, without waiting on the host."""
         copy_into(self.part.tokens, part.tokens)
 
     def on_device(self) -> Part:
@@ -74,19 +70,18 @@ class StaticPart:
 
 
 def size_of(tokens: Tensor) -> BatchSize:
-    """The size of sequences [B, N + 1]."""
+    """Of [B, N + 1]."""
     count = tokens.shape[0] * (tokens.shape[1] - 1)
     return BatchSize(count, count, count)
 
 
 class AccumulatingSteps(Steps[Batch, Tensor]):
-    """Training steps whose gradients are the mean over parts of a batch, `part` sequences each.
+    """Gradients are the mean over parts of a batch, `part` sequences each.
 
     Processes exchange gradients once, after the last part.
 
-    recorded: whether forward and backward of a part are a CUDA graph (see `check_recordable`). One graph writes the
-        gradients of the first part of a step, another adds the gradients of later parts. A smaller last part runs
-        without a graph.
+    recorded: forward and backward of a part are a CUDA graph. One graph writes the gradients of a step's first
+    part, another adds gradients of later parts. A smaller last part runs without a graph.
     """
 
     def __init__(
@@ -115,15 +110,12 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
             self.full_parts = GraphSteps(model, optimizer, of_part, device, inputs, pool)
 
     def _prepare(self, batch: Batch) -> None:
-        """Compile and reserve memory. Only gradients change, and the next step replaces them.
-
-        All processes must call this together, because it exchanges their gradients.
-        """
+        """Only gradients change, and the next step replaces them. All processes call together."""
         self.gradients(batch)
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Outcome:
-        # Not the model's gradients: after a validation FSDP may have left gathered weights there.
+        # After a validation FSDP may have left gathered weights there.
         self.optimizer.zero_grad(set_to_none=True)
         parts = self.objective.on_device(batch).split(self.part)
         total = torch.zeros((), device=self.device)
@@ -140,7 +132,7 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
 
 
 def check_recordable(device: torch.device, processes: int = 1) -> None:
-    """Raises ValueError unless the steps of a run can be CUDA graphs."""
+    """Raises ValueError unless steps can be CUDA graphs."""
     if device.type != "cuda" or processes > 1:
         raise ValueError(
             f"--recorded must have one process on a GPU, whose steps become CUDA graphs; got {processes} on "
@@ -149,7 +141,7 @@ def check_recordable(device: torch.device, processes: int = 1) -> None:
 
 
 def _losses(model: nn.Module, part: Part) -> tuple[Tensor, Outcome]:
-    """A part's contribution to the mean loss of its batch."""
+    """To the mean loss of its batch."""
     loss = model(part.tokens[:, :-1], part.tokens[:, 1:], part.attentions) * part.share
     nothing = torch.zeros_like(loss)
     return loss, Outcome(loss.detach(), nothing, nothing)
@@ -161,7 +153,7 @@ def _no_losses(model: nn.Module, batch: Tensor) -> tuple[Tensor, Outcome]:
 
 @contextmanager
 def _exchange(model: nn.Module, last: bool) -> Iterator[None]:
-    """Inside the context, a backward exchanges gradients between processes only if it is the last of a step."""
+    """Inside, a backward exchanges gradients only if it is the last of a step."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)
         yield

@@ -1,15 +1,14 @@
 """Train a language model, validate it, and write its loss at each position of the context.
 
-In addition to the files of every run (experiments/training/run_folder.py) it writes metrics.json, run.png,
-positions.csv and tokenizer.json.
+Besides the files of every run it writes metrics.json, run.png, positions.csv and tokenizer.json.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from experiments.lm.data.store import Store
 from experiments.lm.data.tokenizer import FILE
 from experiments.lm.document_masks import DocumentMasks
 from experiments.lm.model.attention import Attention, attention_over
+from experiments.lm.model.chosen import ChosenBlocks
 from experiments.lm.model.shared_context import SharedContext
 from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
@@ -42,11 +42,8 @@ KIND = "lm language model"
 
 
 class Run(Trainer[Batch]):
-    """A training run in a folder, from its first step or from its newest checkpoint.
-
-    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
-    processes cannot share the batch, or the text is too short.
-    """
+    """Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
+    processes cannot share the batch, or the text is too short."""
 
     def __init__(
         self,
@@ -75,16 +72,17 @@ class Run(Trainer[Batch]):
         self.masks = patterns.of_layers(
             config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
         )
+        fixed = cast("list[BlockMask]", self.masks)  # chosen blocks share no sequences and separate no documents
         # After `clear` they hold no plan with a process group.
-        self.shared = shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
+        self.shared = shared = SharedContext(ranks, fixed) if ranks.mesh is not None else None
 
-        def attention_of(mask: BlockMask) -> Attention:
+        def attention_of(mask: BlockMask | ChosenBlocks) -> Attention:
             return attention_over(mask.to(device), config.attention)
 
         self.documents = None
         if config.documents == "separate":
             once = attention_of if shared is None else shared.attention_once
-            self.documents = DocumentMasks(self.masks, once)
+            self.documents = DocumentMasks(fixed, once)
         self.flops_a_token = flops.of_token(
             config.sizes.weights,
             config.head_dim,
@@ -92,7 +90,11 @@ class Run(Trainer[Batch]):
             config.context,
         )
         torch.manual_seed(config.seed)
-        of_layer = attention_of if shared is None else shared.attention
+        of_layer = (
+            attention_of
+            if shared is None
+            else cast("Callable[[BlockMask | ChosenBlocks], Attention]", shared.attention)
+        )
         made = {id(mask): of_layer(mask) for mask in self.masks}
         model = LanguageModel(
             config.sizes,
@@ -134,14 +136,14 @@ class Run(Trainer[Batch]):
             )
 
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """The weights may come from a run with another pattern and, with rotary positions, another context."""
+        """Another pattern is allowed and, with rotary positions, another context."""
         found, about = tensor_files.read(path, KIND, "config", "steps")
         own = self.model.state_dict()
         with reading(path, f"a file of an {KIND} with its settings and its steps"):
             before = Config(**about["config"])
             tokens = int(about["steps"]) * before.batch * before.context
         alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}
-        if not alike or before.head_dim != self.config.head_dim:  # shapes do not reveal it
+        if not alike or before.head_dim != self.config.head_dim:
             raise ValueError(
                 f"{path} must hold a model of this run's depth, width, head_dim, vocabulary and positions; learned "
                 "ones of its context, too"
@@ -155,17 +157,16 @@ class Run(Trainer[Batch]):
             "pattern": before.pattern,
             "context": before.context,
             "tokens": tokens,
-            "seconds": about.get("seconds"),  # older weights lack both
+            "seconds": about.get("seconds"),
             "before": about.get("initial"),
         }
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward in this process."""
         return min(self.config.part, self.config.batch // self.ranks.data_parallel_ranks)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end, validate, and return the final metrics; None if the run was paused and saved."""
+        """The final metrics; None if the run was paused and saved."""
         with self.session():
             if not self.train_stage(self._batches(), self._steps(), pause):
                 return None
@@ -176,7 +177,7 @@ class Run(Trainer[Batch]):
         return self.ranks.on_first(lambda: self._write_result(losses, weights, peak))
 
     def _peak_memory(self) -> int | None:
-        """The peak bytes on any process's GPU in this session, in the first process; None on CPUs."""
+        """On any process's GPU, in the first process; None on CPUs."""
         found = [each for each in self.ranks.gather(peak_memory(self.device)) if each is not None]
         return max(found, default=None)
 
@@ -213,7 +214,7 @@ class Run(Trainer[Batch]):
         self._validated()
 
     def _validated(self) -> evaluate.Losses:
-        """Losses on the validation text, logged once a step."""
+        """Logged once a step."""
         found = evaluate.losses(
             self.data_parallel, self.store.val, self.config, self.device, self.ranks, self.documents, self.part
         )
@@ -244,7 +245,7 @@ class Run(Trainer[Batch]):
             "mfu": trained[-1].get("mfu") if trained else None,
             "initial": self.before,
             "processes": self.ranks.count,
-            "peak_memory": peak,  # bytes, of the fullest GPU in the last session
+            "peak_memory": peak,  # of the fullest GPU
             "device": device_name(self.device),
             "versions": versions(),
             "config": as_dict(config),
@@ -265,21 +266,19 @@ class Run(Trainer[Batch]):
 
 
 def _vocabulary(folder: Path) -> bytes | None:
-    """The meaning of the tokens of a run or text; None for bytes."""
+    """None for bytes."""
     path = folder / FILE
     return path.read_bytes() if path.is_file() else None
 
 
 class Saved(NamedTuple):
-    """A run's initial record: its settings, the tokens' folder and their SHA-256."""
-
     config: Config
     data: Path
     hash: str
 
 
 def saved_run(folder: Path) -> Saved:
-    """The settings and tokens of the run in a folder; raises FileNotFoundError if the folder holds no run."""
+    """Raises FileNotFoundError if the folder holds no run."""
     return settings_as(
         folder / SETTINGS,
         lambda saved: Saved(Config(**saved["config"]), Path(saved["data"]["folder"]), saved["data"]["hash"]),

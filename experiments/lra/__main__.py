@@ -2,9 +2,8 @@
 
 import os
 
-if __name__ == "__main__":  # the generator's worker processes import this module under another name
-    # Must be set before PyTorch is loaded. Threads that spin while they wait slow a run down as soon as the machine has
-    # other work.
+if __name__ == "__main__":
+    # Before PyTorch is loaded: threads that spin slow a run down as soon as the machine has other work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
     from experiments.lra.cli import app

@@ -14,11 +14,11 @@ from experiments.lra.tasks.task import Data
 
 @dataclass(frozen=True)
 class Baseline:
-    """A rule fitted on the training split and applied to the test split."""
+    """Fitted on the training split."""
 
     rule: str
     accuracy: float
-    loss: float | None  # cross-entropy in nats of the rule's class frequencies
+    loss: float | None  # in nats, of class frequencies
 
 
 def baselines(data: Data) -> list[Baseline]:
@@ -37,13 +37,13 @@ def majority(data: Data) -> Baseline:
 
 
 def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:
-    """The part of each example that the rule sees: its first token, or nothing."""
+    """Its first token, or nothing."""
     return examples.first_symbols if by_first_token else np.zeros(len(examples), np.uint8)
 
 
 def fit(rule: str, train_groups: NDArray[np.uint8], test_groups: NDArray[np.uint8], data: Data) -> Baseline:
-    """A rule that answers with the most frequent class of the example's group."""
-    counts = np.ones((data.task.vocabulary, data.task.classes))  # start from one, so that no class has probability 0
+    """The most frequent class of the example's group."""
+    counts = np.ones((data.task.vocabulary, data.task.classes))  # no class has probability 0
     np.add.at(counts, (train_groups, data.train.labels), 1)
     chances = counts / counts.sum(1, keepdims=True)
     accuracy = float((counts.argmax(1)[test_groups] == data.test.labels).mean())

@@ -14,6 +14,7 @@ from experiments.lra import arena, demo, evaluate
 from experiments.lra.config import HELP, Config, configure, resumed
 from experiments.lra.data.listops.generator import Settings
 from experiments.lra.find_data import DATA, find_data, generated
+from experiments.lra.model.masks import several
 from experiments.lra.no_attention.network import Length
 from experiments.lra.no_attention.results import measured
 from experiments.lra.presets import PRESETS
@@ -151,10 +152,12 @@ def train(
 
 
 @app.command("arena")
-@settings_as_options(Config, *(name for name in HELP if name not in ("task", "mask", "seed")))
+@settings_as_options(Config, *(name for name in HELP if name not in arena.OF_ROWS))
 def arena_command(
     rows: Annotated[str, typer.Option(help="Tasks, with commas between them.")] = "listops",
-    masks: Annotated[str, typer.Option(help="Masks, with commas between them.")] = "dense,local,butterfly",
+    masks: Annotated[
+        str, typer.Option(help="Masks, with commas between them; 'local(n, window=256) | butterfly(n)' is a union.")
+    ] = "dense,local,butterfly",
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between them.")] = "0,1,2",
     preset: Annotated[
         str, typer.Option(help="rules: the arena's own inputs, no help but positions; or another preset of `train`.")
@@ -164,6 +167,14 @@ def arena_command(
     data: Annotated[
         list[str] | None,
         typer.Option(help="TASK=PATH of the task's files, once for each task but ListOps.", show_default="none"),
+    ] = None,
+    pretrain: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Minutes of self-pretraining before each run: hidden tokens of the task's training inputs.",
+            show_default="none",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of all runs.")] = RUNS / "arena",
     pause_after: PauseAfter = None,
@@ -180,7 +191,7 @@ def arena_command(
         tasks = rows.split(",")
         if unknown := [task for task in places if task not in tasks]:
             raise ValueError(f"--data {unknown[0]}=... must be of one of the rows {rows}")
-        found = arena.rows_of(preset, tasks, masks.split(","), chosen, out)
+        found = arena.rows_of(preset, tasks, several(masks), chosen, out, pretrain)
         for row in found:
             check(row.config)
         until = deadline(pause_after)

@@ -1,5 +1,3 @@
-"""Every setting of a training run, with its help text and default."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
@@ -34,8 +32,6 @@ KEEPS = ("last", "best")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunSettings):
-    """One training run. Settings, code, data and device determine the result."""
-
     task: str = setting("listops", f"Task: {', '.join(TASKS)}.")
     mask: str = setting(
         "butterfly",
@@ -158,7 +154,7 @@ class Config(RunSettings):
             self._check_shared_sequences()
 
     def _check_shared_sequences(self) -> None:
-        """Raises ValueError for settings that do not allow several processes to share a sequence."""
+        """Raises ValueError for settings that do not allow it."""
         check_shareable(
             processes=self.context_parallel, attention=self.attention, longest=self.shape.length, block=self.block,
             length_option="--max-tokens",
@@ -166,7 +162,6 @@ class Config(RunSettings):
 
     @property
     def shape(self) -> Shape:
-        """The form of the task's sequences as rows of a batch."""
         task = TASKS[self.task]
         return Shape(
             self.block,
@@ -183,7 +178,7 @@ class Config(RunSettings):
 
     @property
     def generator(self) -> Settings:
-        """The generated data of this run if no data are given."""
+        """If no data are given."""
         return Settings(
             self.longer_than,
             self.shorter_than,
@@ -197,10 +192,9 @@ class Config(RunSettings):
 HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
-# Settings of the data to generate if none are given.
 GENERATOR = ("longer_than", "shorter_than", "train_examples", "val_examples", "test_examples", "data_seed")
 
-# Settings that may change on resume: they do not affect the weights, or change the run's length.
+# They do not affect the weights, or change the run's length.
 FREE_ON_RESUME = (
     "steps",
     "minutes",
@@ -214,27 +208,25 @@ FREE_ON_RESUME = (
     "log_every",
 )
 
-# Settings that select the weights of a run with keep=best, and do not affect other runs.
+# They select weights with keep=best.
 VALIDATION = ("eval_every", "eval_examples")
 
 
 def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
-    """The defaults, changed by a preset for the task and by the user's choices."""
     named = settings_of(preset, chosen.get("task", DEFAULTS["task"])) if preset else {}
     return Config(**{**named, **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
+    """Raises ValueError if the settings chosen now would change the run."""
     free = FREE_ON_RESUME if saved.keep != "best" else [name for name in FREE_ON_RESUME if name not in VALIDATION]
     return run_folder.resumed(saved, chosen, free)
 
 
 def from_saved(saved: dict[str, Any]) -> Config:
-    """The settings from the values of `as_dict`, also of older versions with fewer settings."""
-    return Config(**{"buckets": False, **saved})  # older runs have no buckets
+    """Also of older versions with fewer settings."""
+    return Config(**{"buckets": False, **saved})
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The settings as plain values for a JSON file."""
     return asdict(config)

@@ -36,7 +36,7 @@ class Outcome:
 
 
 def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
-    """Run the whole demo in the folder `out`, replacing an earlier one. Returns whether every mask was exact."""
+    """Replaces an earlier one. Returns whether every mask was exact."""
     built = {short(name): mask_of(replace(config, mask=name)) for name in names}
     drawn = mask_picture.draw(built, out / "masks.png")
     console.print(f"The masks: {drawn}", soft_wrap=True)
@@ -55,19 +55,17 @@ def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple
 
 
 def train_one(config: Config, data: Data, out: Path, console: Console) -> Outcome:
-    """Train with one mask, then check the trained model's attention on test examples."""
     name = short(config.mask)
     training = Run(config, data, out / name, overwrite=True)
     with TrainingBar(console, f"{name:9}", training.progress) as bar:
         training.listeners.append(bar.show)
         metrics = training.train()
-    assert metrics is not None  # it is never paused
+    assert metrics is not None
     batch = collate(data.test, np.arange(min(CHECKED_EXAMPLES, len(data.test))), training.shape)
     return Outcome(name, metrics, exactness.check(training.model, batch.to(training.device), config))
 
 
 def next_steps(out: Path) -> list[str]:
-    """Commands that go on from here, with what they do."""
     python = shlex.quote(sys.executable if not sys.executable.startswith(str(Path.cwd())) else
                          str(Path(sys.executable).relative_to(Path.cwd())))  # fmt: skip
     train = f"{python} -m experiments.lra train --preset demo --out {shlex.quote(str(out))}"
@@ -84,12 +82,12 @@ def next_steps(out: Path) -> list[str]:
 
 
 def short(name: str) -> str:
-    """A mask's name for tables and folders; for module:function, the function's name."""
+    """For module:function, the function's name."""
     return name.rpartition(":")[2]
 
 
 def table(outcomes: list[Outcome], data: Data) -> Table:
-    """A table of masks and baselines, at most 80 characters wide."""
+    """At most 80 characters wide."""
     first = outcomes[0].metrics
     made = "generated" if data.generated else "released"
     steps = sorted(outcome.metrics["steps"] for outcome in outcomes)
@@ -128,7 +126,6 @@ def table(outcomes: list[Outcome], data: Data) -> Table:
 
 
 def verdicts(outcomes: list[Outcome], data: Data) -> list[str]:
-    """The demo's claims, and whether they hold."""
     inexact = [outcome.name for outcome in outcomes if not outcome.exactness.holds]
     prior = majority(data).loss
     unlearnt = [outcome.name for outcome in outcomes if outcome.metrics["test_loss"] >= prior]

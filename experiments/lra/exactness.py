@@ -1,6 +1,6 @@
-"""Checks attention on a model's tensors: output and gradients are compared with dense attention in fp64.
+"""Attention on a model's tensors, compared with dense attention in fp64.
 
-The tolerance comes from the rounding error of a plain dense implementation in the tensors' dtype.
+The tolerance is twice the error of a plain dense implementation in the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -21,28 +21,26 @@ from sparseflash import BlockMask
 from sparseflash.testing import compare_results, largest_error
 
 NAMES = ("out", "dq", "dk", "dv")
-ALLOWED = 2.0  # times the plain implementation's error
+ALLOWED = 2.0
 
 
 @dataclass(frozen=True)
 class Captured:
-    """One attention call of a training step."""
-
     q: Tensor  # [B, H, N, D], as are k, v and dout
     k: Tensor
     v: Tensor
-    dout: Tensor  # gradient of the loss with respect to the output
+    dout: Tensor
     mask: BlockMask
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """The largest errors of output, dq, dk and dv, each relative to the largest value of its tensor."""
+    """The largest errors, relative to the largest value of each tensor."""
 
     ours: float
     plain: float
-    rounding: float  # rounding of one result: half a unit in the last place
-    within: bool = True  # each of the four within its tolerance, by the library's comparison
+    rounding: float  # half a unit in the last place
+    within: bool = True  # by the library's comparison
 
     @property
     def holds(self) -> bool:
@@ -50,7 +48,7 @@ class Exactness:
 
 
 def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
-    """Capture the first layer's attention in a forward and backward pass over the batch, and check it."""
+    """The first layer's attention in a forward and backward pass."""
     call = capture(model, batch, config)
     truth, ours, plain = dense(call, torch.float64), sparse(call), dense(call, call.q.dtype)
     by_name = (dict(zip(NAMES, results)) for results in (ours, truth, plain))
@@ -60,7 +58,7 @@ def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
 
 
 def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
-    """q, k, v and the output's gradient in the first layer (the last layer has gradients only at pooled positions)."""
+    """The last layer has gradients only at pooled positions."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
     attention, calls = layer.attention, []
@@ -81,23 +79,22 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
 
 
 def sparse(call: Captured) -> list[Tensor]:
-    """Output, dq, dk and dv of the library."""
     q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
     out = block_sparse_attention(q, k, v, call.mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
 
 
 def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
-    """Output, dq, dk and dv by textbook attention without the library: all scores, softmax over live scores."""
+    """Textbook attention without the library."""
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v)]
     live = call.mask.to_dense()  # bool [B, 1, N, N]
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~live, -torch.inf).softmax(-1)
-    # A padded query has no live score: its softmax is NaN and its output 0 by definition.
+    # The softmax of a padded query is NaN, its output 0 by definition.
     out = weights.masked_fill(~live.any(-1, keepdim=True), 0.0) @ v
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout.to(dtype))]
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """The largest deviation, relative to the largest exact value if it is not 0."""
+    """Relative to the largest exact value if that is not 0."""
     return largest_error(x, exact) / (exact.abs().max().item() or 1.0)

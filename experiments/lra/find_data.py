@@ -1,5 +1,3 @@
-"""The data of a command: from the user's folder, or generated."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,7 +15,7 @@ DATA = Path("data/lra")
 
 
 def generated(settings: Settings, parent: Path, console: Console, workers: int | None = None) -> Path:
-    """The folder of generated data, written with a progress bar if missing."""
+    """Written with a progress bar if missing."""
     if (parent / settings.folder_name / LABEL).exists():
         return parent / settings.folder_name
     name = f"Generating ListOps on {workers or available_cores()} cores"
@@ -26,10 +24,7 @@ def generated(settings: Settings, parent: Path, console: Console, workers: int |
 
 
 def find_data(config: Config, folder: Path | None, console: Console) -> Data:
-    """The data in the user's folder; without a folder, generated data, made if missing.
-
-    Nothing is generated into a user's folder, because a user who wants the released files must not receive others.
-    """
+    """Nothing is generated into a user's folder: who wants the released files must not receive others."""
     if folder is None and config.task != "listops":
         made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""
         raise ValueError(f"the task {config.task} needs --data, the folder with its files{made}")

@@ -1,4 +1,4 @@
-"""The training steps of a run, as CUDA graphs where possible, with one graph for each batch shape."""
+"""Training steps as CUDA graphs where possible, with a graph for each batch shape."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from experiments.lra.losses import objective_of
 from experiments.training.cuda_graphs import GraphInputs, GraphSteps, copy_into
 from experiments.training.steps import NO_LABEL, Steps
 
-# At 4,096 tokens in blocks of 128, attention in whole blocks has this many shapes. With free lengths there are
-# hundreds, and rare shapes are not worth a graph.
+# At 4,096 tokens in blocks of 128 there are this many; rare shapes are not worth a graph.
 MOST_SHAPES = 40
 
 
 class BatchShape(NamedTuple):
-    """The key of batches that share a graph. Sequences that fill the shape need no padding mask."""
+    """Sequences that fill the shape need no padding mask."""
 
     ids: tuple[int, ...]
     padded: bool
@@ -38,11 +37,10 @@ class StaticBatch:
         return cls(with_most_labels(batch, config).copy_on(device), config)
 
     def fits(self, batch: Batch) -> bool:
-        """True: all batches of one shape fit."""
         return True
 
     def fill(self, batch: Batch) -> None:
-        """Copy a batch of the same shape, without waiting on the host."""
+        """Without waiting on the host."""
         for name, tensor in with_most_labels(batch, self.config).tensors().items():
             copy_into(getattr(self.batch, name), tensor)
 
@@ -55,7 +53,7 @@ def shape_of(batch: Batch) -> BatchShape:
 
 
 def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
-    """The batch in rows as long as the task's longest sequence."""
+    """In rows as long as the task's longest sequence."""
     length = shape.row(shape.max_tokens + shape.first)
     missing = length - batch.ids.shape[1]
     if missing <= 0:
@@ -69,7 +67,7 @@ def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
 
 
 def with_most_labels(batch: Batch, config: Config) -> Batch:
-    """The batch with as many hidden tokens as any batch of its shape can have; added ones have no label."""
+    """As many hidden tokens as any batch of its shape can have; added ones have no label."""
     if batch.asked is None:
         return batch
     most = max(1, round(config.hidden * batch.ids.numel()))
@@ -86,10 +84,7 @@ def steps_of(
     data_parallel: nn.Module | None = None,
     pool: Any = None,
 ) -> Steps[Batch, Batch]:
-    """The training steps of a run: CUDA graphs if the settings allow and one process trains alone on a GPU.
-
-    pool: memory shared with other graphs, from `torch.cuda.graph_pool_handle()`.
-    """
+    """If the settings allow and one process trains alone on a GPU. pool: from `torch.cuda.graph_pool_handle()`."""
     objective = objective_of(config, device)
     alone = data_parallel is None or data_parallel is model
     if not (config.recorded and device.type == "cuda" and alone):

@@ -1,5 +1,3 @@
-"""The losses of a batch: for answers or hidden tokens, and for pixel classes."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -19,7 +17,7 @@ def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch
 
 
 def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
-    """The loss to minimise, and the numbers to log."""
+    """To minimise, and to log."""
     logits, pixel_logits = outputs(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device)
@@ -30,12 +28,11 @@ def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outc
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """Logits in fp32, for each of the batch's labels."""
+    """In fp32, for each of the batch's labels."""
     return outputs(model, batch, config)[0]
 
 
 def outputs(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """The logits in fp32 and, for a model with pixel labels, the logits of every token's class."""
     asked = () if batch.asked is None else (batch.asked,)
     with autocast(batch.ids.device, config.precision):
         found = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)

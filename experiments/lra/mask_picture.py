@@ -1,5 +1,3 @@
-"""Masks side by side as a picture file."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,12 +8,8 @@ from sparseflash.draw.figure import MOST_ELEMENTS
 
 
 def draw(named_masks: Mapping[str, BlockMask], path: Path) -> Path:
-    """Write one panel for each mask, queries down and keys across, in tokens, with full and partial tiles in different
-    colours.
-
-    Each score is a point; in long masks each tile is a point.
-    """
-    # Imported here, because matplotlib takes a second to import and most runs draw nothing.
+    """A panel for each mask; a point for each score, in long masks for each tile."""
+    # matplotlib takes a second to import.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.1 * len(named_masks), 5.0), layout="constrained")

@@ -1,5 +1,3 @@
-"""The result of a run, with all facts needed to judge and repeat it."""
-
 from __future__ import annotations
 
 import statistics
@@ -17,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def final_metrics(run: Run) -> dict[str, Any]:
-    """Plain values for a JSON file. Losses are mean cross-entropies in nats, times in seconds."""
+    """Losses in nats, times in seconds."""
     trained, test = run.log.of_kind("train"), run.log.of_kind("test")[-1]
     denoises = run.config.objective == "denoise"
     guessing = frequency_baseline(run.data, run.shape) if denoises else majority(run.data)
     rules = [guessing] if denoises else baselines(run.data)
-    tenth = max(1, len(trained) // 10)  # a single log line is noisy
+    tenth = max(1, len(trained) // 10)  # a single line is noisy
     return {
         "task": run.data.task.name,
         "generated_data": run.data.generated,
@@ -42,12 +40,12 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.state.step,
-        "tested_step": run.tested_step,  # of the tested weights
-        "validation_accuracy": validation_accuracy(run),  # of the tested weights; None if not validated
+        "tested_step": run.tested_step,
+        "validation_accuracy": validation_accuracy(run),  # None if not validated
         "training_seconds": run.state.seconds,
-        "startup_seconds": run.state.startup_seconds,  # not counted as training
+        "startup_seconds": run.state.startup_seconds,  # not training
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # without padding
-        "padding": statistics.fmean(record["padding"] for record in trained),  # as a share of all positions
+        "padding": statistics.fmean(record["padding"] for record in trained),
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "config": as_dict(run.config),
         "command": command_line("experiments.lra"),
@@ -58,7 +56,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
 
 
 def validation_accuracy(run: Run) -> float | None:
-    """The validation accuracy of the tested weights; None if they were not validated."""
+    """Of the tested weights; None if they were not validated."""
     if run.best is not None:
         return run.best.accuracy
     of_last = [record["accuracy"] for record in run.log.of_kind("val") if record["step"] == run.state.step]
@@ -66,11 +64,10 @@ def validation_accuracy(run: Run) -> float | None:
 
 
 def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
-    """The first step from which the loss, averaged over ten log lines, stays below 97 % of the loss of guessing by
-    class frequencies.
+    """The first step after which the loss, averaged over ten log lines, stays below 97 % of guessing by class
+    frequencies; None if never.
 
-    None if the loss never does. Many Pathfinder runs stay at guessing for a long time, some forever (Long Range Arena,
-    issue 37).
+    Many Pathfinder runs stay at guessing, some forever (Long Range Arena, issue 37).
     """
     losses = [record["loss"] for record in trained]
     left = None

@@ -1,7 +1,7 @@
 """A second training loss, with a label for each drawn pixel of a generated Pathfinder image.
 
-The label of a pixel is the number of markers on its curve, which a model must find by tracing. Only files of `python -m
-experiments.pathfinder generate` have these labels, and results record their use.
+The number of markers on a pixel's curve, which a model must find by tracing. Only files of `python -m
+experiments.pathfinder generate` have these labels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from experiments.training.steps import NO_LABEL
 
 
 class PixelLabelClassifier(Classifier):
-    """A classifier with a second head, which predicts every token's class during training.
-
-    pixel_classes: the number of classes.
-    sizes: the classifier's.
-    """
+    """A classifier with a second head, which predicts every token's class during training."""
 
     def __init__(self, *arguments: Any, pixel_classes: int, width: int, **sizes: Any) -> None:
         super().__init__(*arguments, width=width, **sizes)
@@ -31,27 +27,26 @@ class PixelLabelClassifier(Classifier):
     def forward(  # type: ignore[override]
         self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The classifier's logits [B, C]; in training, also the logits of the tokens' classes [B, N, pixel_classes]."""
+        """Logits [B, C]; in training, also [B, N, pixel_classes]."""
         x = self.encode(ids, lengths, places, padded)
         logits = self.answers(x, lengths)
         return (logits, self.tracer(x)) if self.training else logits
 
 
 def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy, in nats, of the tokens with a class.
+    """In nats, of the tokens with a class.
 
     >>> import torch
     >>> round(pixel_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
     1.0986
 
-    logits: [B, N, classes].
-    labels: int64 [B, N], `NO_LABEL` for tokens without a class.
+    logits: [B, N, classes]. labels: int64 [B, N], `NO_LABEL` for none.
     """
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
 
 
 def pixel_labels_of(data: Data) -> Examples:
-    """The classes of the training images' pixels; raises ValueError if the data have none."""
+    """Raises ValueError if the data have none."""
     if data.pixel_labels is None:
         raise ValueError(
             f"auxiliary needs data that say which curve each pixel lies on, as a file that `python -m "

@@ -1,5 +1,3 @@
-"""The result of a run as a table."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -12,7 +10,6 @@ from experiments.lra.weights import FILE
 
 
 def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
-    """Print the test accuracy beside the baselines."""
     source = "generated data" if metrics["generated_data"] else "released data"
     denoises = metrics["objective"] == "denoise"
     asked = "hidden tokens of the test examples" if denoises else "test examples"
@@ -46,7 +43,6 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
-    """Print a finished run's accuracy on some data, and its accuracies by subset."""
     source = "generated data" if found["generated_data"] else "released data"
     table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
@@ -70,7 +66,6 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
 
 
 def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:
-    """Print the test accuracy of every seed, mean and standard deviation, and the baselines."""
     source = "generated data" if summary["generated_data"] else "released data"
     title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
     title += supervision(summary)
@@ -92,7 +87,6 @@ def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None
 
 
 def print_table(console: Console, lines: list[list[str]]) -> None:
-    """Print a table whose first line is its header."""
     table = Table()
     for number, column in enumerate(lines[0]):
         table.add_column(column, justify="right" if number else "left")
@@ -102,7 +96,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 
 def supervision(metrics: dict[str, Any]) -> str:
-    """Training labels beside the answers, as part of a title; empty if none."""
+    """Labels beside the answers, as part of a title."""
     return ", pixel labels in training" if metrics.get("pixel_labels") else ""
 
 

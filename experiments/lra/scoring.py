@@ -1,5 +1,3 @@
-"""Loss and accuracy of a model over batches."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ class Score:
 def score(
     model: nn.Module, batches: Iterable[Batch], config: Config, device: torch.device, ranks: Ranks = SINGLE
 ) -> Score:
-    """Loss and accuracy over the batches of all processes together."""
+    """Of all processes together."""
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     right = torch.zeros((), dtype=torch.int64, device=device)

@@ -1,5 +1,3 @@
-"""Runs that differ only in their seed: which runs are complete, and a summary."""
-
 from __future__ import annotations
 
 import statistics
@@ -15,14 +13,14 @@ from experiments.training.series import Metrics
 
 
 def settings(config: Config, data: Path) -> dict[str, Any]:
-    """The settings shared by all runs of a series, as plain values. data: the folder of their data."""
+    """As plain values. data: their folder."""
     return {"config": as_dict(config), "data": {"folder": str(data)}}
 
 
 def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
-    """The metrics of a complete run (None if it is incomplete or must become longer), and whether a run exists.
+    """The metrics of a complete run (or None), and whether a run exists.
 
-    data: from `fingerprint.described`. Raises ValueError if the run has other settings or other data.
+    data: from `fingerprint.described`. Raises ValueError for other settings or data.
     """
     saved = folder / SETTINGS
     if not saved.exists():
@@ -40,17 +38,14 @@ def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics |
 
 
 def summary(runs: Sequence[Metrics]) -> Metrics:
-    """A summary of runs with equal settings: shared values, and the spread of results.
-
-    The standard deviation is the sample's (n - 1); None for one run.
-    """
+    """Shared values, and the spread of results: the sample's (n - 1), None for one run."""
     first = runs[0]
     same = (
         "task", "generated_data", "data", "mask", "attention", "density", "length", "test_examples", "baselines",
         "parameters",
     )  # fmt: skip
     of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
-    later = ("tested_step", "validation_accuracy")  # missing in older metrics
+    later = ("tested_step", "validation_accuracy")
     accuracies = [metrics["test_accuracy"] for metrics in runs]
     return {
         **{name: first.get(name) for name in same},

@@ -1,5 +1,3 @@
-"""The runs of one command: one, or one for each seed."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -21,8 +19,6 @@ from experiments.training.trainer import Pause
 
 @dataclass(frozen=True)
 class Session:
-    """State shared by the runs of one command."""
-
     data: Data
     overwrite: bool
     pause: Pause
@@ -31,7 +27,7 @@ class Session:
     console: Console
 
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train once with each seed. Returns the summary, or None if training was paused."""
+        """Returns the summary, or None if paused."""
         if not resume:
             check_initial(config, self.data)
         settings = seed_results.settings(config, self.data.folder)
@@ -51,7 +47,7 @@ class Session:
         return series.run(seeds, folder, train, state, seed_results.summary, resume=resume, ranks=self.ranks)
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Train with a progress bar. Returns the metrics, or None if training was paused."""
+        """Returns the metrics, or None if paused."""
         run = Run(config, self.data, folder, resume=resume, overwrite=self.overwrite, ranks=self.ranks)
         self.console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
         metrics = train_shown(

@@ -42,7 +42,7 @@ from experiments.training.window import Means
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for a mask or sizes that no run can have, before data are read."""
+    """Raises ValueError for a mask or sizes that no run can have."""
     find_device(config.device)
     mask = mask_of(config)
     if config.context_parallel > 1 and max(mask.block_q, mask.block_k) > config.block:
@@ -55,12 +55,9 @@ def check(config: Config) -> None:
 
 
 class Run(Trainer[Batch]):
-    """A training run in a folder, from its first step or from its newest checkpoint.
-
-    ranks: the processes that train it together.
-    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
-    processes cannot share the batch, or the test split would select the best weights.
-    """
+    """ranks: the processes that train together. Raises FileExistsError if the folder holds a run and neither `resume`
+    nor `overwrite` is set; ValueError if the processes cannot share the batch, or the test split would select the best
+    weights."""
 
     def __init__(
         self,
@@ -84,7 +81,7 @@ class Run(Trainer[Batch]):
         self.shape = config.shape
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
-        # The first process may have to compute and store them before the others read them.
+        # The first process may store them.
         self.pixel_classes = ranks.first_before_others(lambda: pixel_labels_of(data)) if config.auxiliary else None
         sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
         self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)
@@ -122,13 +119,13 @@ class Run(Trainer[Batch]):
         return weights.begin_from(self.model, path, self.config, self.fingerprint)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end, test, and return the final metrics; None if the run was paused and saved."""
+        """The final metrics; None if the run was paused and saved."""
         with self.session():
             steps = steps_of(self.model, self.optimizer, self.config, self.device, self.data_parallel)
             if not self.train_stage(self._batches(), steps, pause):
                 return None
             self.save()
-            # After the checkpoint, because a run that is extended later would not have validated here.
+            # A run that is extended later would not have validated here.
             if self.best is not None and self.best.offered != self.state.step:
                 self.validate()
             self._test()
@@ -166,7 +163,7 @@ class Run(Trainer[Batch]):
         self.record({"kind": "test", "step": self.state.step, **vars(found), **chosen})
 
     def _score(self, examples: Examples, limit: int) -> Score:
-        """The score on the first `limit` examples of a split, over all processes together."""
+        """Over all processes together."""
         batches = evaluation_batches(
             examples, self.shape, self.config.batch // self.ranks.data_parallel_ranks, limit, self.ranks.share
         )
@@ -176,17 +173,16 @@ class Run(Trainer[Batch]):
         return score(self.model, batches, self.config, self.device, self.ranks)
 
     def _tested(self) -> AbstractContextManager[None]:
-        """Inside the context, the model has the weights of the run's result: the last or the best."""
+        """Inside, the model has the last or the best weights."""
         return self.averaged() if self.best is None else self.best.in_place()
 
     @property
     def tested_step(self) -> int:
-        """The step of the weights that are the run's result."""
         return self.state.step if self.best is None else self.best.step
 
     @property
     def has_seen_pixel_labels(self) -> bool:
-        """Whether this run or an earlier one used pixel labels to train the weights."""
+        """In this run or an earlier one."""
         return self.config.auxiliary > 0 or bool((self.before or {}).get("pixel_labels"))
 
     def _write_result(self) -> dict[str, Any]:
@@ -206,16 +202,13 @@ class Run(Trainer[Batch]):
 
 
 def check_initial(config: Config, data: Data) -> None:
-    """Raises an error if a run cannot use its initial weights, before older runs are deleted."""
+    """Before older runs are deleted."""
     if config.initial is not None:
         model = build_model(config, data.task, mask_of(config))
         weights.begin_from(model, Path(config.initial), config, fingerprint(data))
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
-    """The settings and the data folder of the run, or of the series of runs, in a folder.
-
-    Raises FileNotFoundError if the folder holds no run.
-    """
+    """Raises FileNotFoundError if the folder holds no run."""
     path = folder / (SERIES if (folder / SERIES).is_file() else SETTINGS)
     return settings_as(path, lambda saved: (from_saved(saved["config"]), Path(saved["data"]["folder"])))

@@ -1,5 +1,3 @@
-"""Chosen settings without effect are an error."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -8,11 +6,7 @@ from experiments.lra.config import GENERATOR, Config
 
 
 def check_used(config: Config, chosen: Collection[str], *, masks: Collection[str], given_data: bool) -> None:
-    """Raises ValueError for a chosen setting without effect in this run.
-
-    masks: the names of the masks to train with.
-    given_data: whether the data are given rather than generated.
-    """
+    """Raises ValueError for a chosen setting without effect. masks: names. given_data: not generated."""
     path = config.task.startswith("pathfinder")
     made = config.task == "listops" and not given_data
     idle = {

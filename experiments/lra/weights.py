@@ -1,4 +1,4 @@
-"""The tested weights of a run, in safetensors files below 15 MiB, and their use as initial weights."""
+"""The tested weights of a run, in files below 15 MiB, and their use as initial weights."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ from experiments.training.reading import reading
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
-# Settings that change the meaning of the encoder's weights but not their shapes.
+# They change the meaning of weights but not their shapes.
 _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads": itemgetter("heads"),
     "head_dim": lambda config: config["head_dim"] or config["width"] // config["heads"],
     "positions": itemgetter("positions"),
     "qk_norm": itemgetter("qk_norm"),
-    # [CLS] shifts all positions by one. Rotary positions depend only on differences of positions.
+    # [CLS] shifts all positions by one.
     "place of the first token": lambda config: int(
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
 }
-_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")  # facts about one run
-_HEADS = ("head.", "namer.", "tracer.")  # prefixes of the modules that use the encoder's features
+_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")
+_HEADS = ("head.", "namer.", "tracer.")
 
 
 def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
-    """Write the weights with the settings, their training cost, and their training data.
+    """With settings, costs and training data.
 
-    cost: plain values that describe the training.
-    seen: the fingerprints of the data of this run and of earlier runs, see data/fingerprint.py.
+    cost: plain values. seen: fingerprints of the data of this and earlier runs.
     """
     about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}
     tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
-    """Load the weights of a finished run into a model's encoder, and into other parts of equal shape.
+    """Into a model's encoder, and other parts of equal shape.
 
-    path: the file, one of its parts, or the run's folder. config, data: of the new run. Returns facts for the model's
-    result. Raises FileNotFoundError if a file is missing, and ValueError if it is of another kind, has another encoder,
-    or was trained on another split of the run's data.
+    config, data: of the new run. Returns facts for the result. Raises FileNotFoundError, and ValueError for another
+    kind or encoder, or training on another split of the data.
     """
     found, about = tensor_files.read(path, KIND, "config", "cost")
     own = model.state_dict()
@@ -73,7 +71,7 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
 
 
 def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The costs, from `begin_from`, of all earlier runs of the weights, oldest first."""
+    """Oldest first."""
     if initial is None:
         return []
     last = {name: initial[name] for name in _COSTS if name in initial}
@@ -81,9 +79,7 @@ def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises ValueError if the weights would have another meaning; shapes do not reveal the number of heads, for
-    example.
-    """
+    """Raises ValueError if the weights would have another meaning."""
     for name, meaning in _MEANINGS.items():
         was, now = meaning(there), meaning(here)
         if was != now:
@@ -91,6 +87,5 @@ def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None
 
 
 def described(name: str, own: dict[str, Tensor], found: dict[str, Tensor]) -> str:
-    """The difference between two tensors, in words."""
     shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (own, found)]
     return f"{name} is {shapes[0]} here and {shapes[1]} there"

@@ -1,6 +1,6 @@
 """Entry point of ``python -m experiments.pathfinder``."""
 
-if __name__ == "__main__":  # the generator's worker processes import this module under another name
+if __name__ == "__main__":
     from experiments.pathfinder.cli import app
 
     app(prog_name="python -m experiments.pathfinder")

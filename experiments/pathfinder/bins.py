@@ -20,10 +20,10 @@ def marker_distances(vectors: Vectors) -> NDArray[np.float64]:
 
 
 def by_distance(vectors: Vectors, right: NDArray[np.bool_]) -> dict[str, Any]:
-    """Accuracies by quarters of the distance, near to far: the model's on the images that `right` [n] scores, and the
-    rules', fitted and tested on other images of the same set (see experiments.pathfinder.shortcuts).
+    """Accuracies by quarters of the distance, near to far: the model's on the images that `right` [n] scores, and those
+    of the rules of experiments.pathfinder.shortcuts.
 
-    The quarters are taken over all four pairs of ends of an image, so that rules and model have the same borders.
+    The quarters are over all four pairs of ends of an image, so rules and model have the same borders.
     """
     found = shortcuts(pairs(vectors)[:IMAGES_FOR_RULES])
     borders = np.array(found[0].distances)

@@ -14,19 +14,19 @@ from experiments.pathfinder.compiled import compiled
 from experiments.pathfinder.rng import ONE
 from experiments.pathfinder.stamps import UNIT
 
-OCCUPIED = ceil(0.3 * UNIT)  # a pixel with at least this mask value counts as occupied
+OCCUPIED = ceil(0.3 * UNIT)  # counts as occupied
 ALL = ~np.uint64(0)
-# Multiplying eight 0/1 bytes by it collects them as the bits of the highest byte.
+# Collects eight 0/1 bytes as the bits of the highest byte.
 BYTES_TO_BITS = np.uint64(0x0102040810204080)
 
 
 class Scratch(NamedTuple):
-    """Scratch memory for a square of `size` pixels, with W words in a row."""
+    """For a square of `size` pixels, with W words in a row."""
 
     row: NDArray[np.uint8]  # [64 W]
     occupied: NDArray[np.uint64]  # [W, size]
     taken: NDArray[np.uint64]  # [W, size]
-    whole: NDArray[np.uint64]  # [W], the bits of existing pixels
+    whole: NDArray[np.uint64]  # [W], existing pixels
 
 
 @compiled
@@ -41,9 +41,7 @@ def scratch_for(size):
 
 @compiled
 def pack(mask, row, occupied):
-    """Write pixels of at least OCCUPIED as bits; returns the number of other pixels. row: scratch, 0 past the last
-    pixel.
-    """
+    """Write pixels of at least OCCUPIED as bits; returns the number of the others. row: 0 past the last pixel."""
     words, size = occupied.shape
     eights = row.view(np.uint64)
     free = 0
@@ -66,7 +64,7 @@ def gather(bits, kernel, found):
     """found |= bits shifted by every (dy, dx) of a kernel, int64 [k, 2]: pixel (y, x) reads (y + dy, x + dx) if it lies
     inside.
 
-    Goes word by word, so that the few columns of words stay in the nearest cache for the whole kernel.
+    Word by word, so that the columns of words stay in the nearest cache.
     """
     words, size = bits.shape
     for word in range(words):
@@ -96,7 +94,6 @@ def ones(bits):
 
 @compiled
 def place_of(bits, number):
-    """The position of set bit `number`, both counted from 0."""
     for _ in range(number):
         bits &= bits - ONE
     place = 0

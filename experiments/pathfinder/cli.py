@@ -1,5 +1,3 @@
-"""The command line: options only. The modules with the commands' names implement them."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -27,7 +25,7 @@ from experiments.training.workers import available_cores
 
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathfinder")
-SETS = 4  # sets of images, each as large as the original's, for the mean shortcuts
+SETS = 4  # each as large as the original's
 
 app = command_group("Pathfinder images with the Long Range Arena's parameters: generated, not the released ones.")
 console = Console()
@@ -156,7 +154,7 @@ def cnn_command(
     out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file for each, and cnn.md for all.")] = RUNS,
 ) -> None:
     """Train a small 2-D CNN, and test it beside rules that trace nothing."""
-    # Imported here, because PyTorch takes seconds to import.
+    # PyTorch takes seconds to import.
     from experiments.pathfinder import testset
     from experiments.pathfinder.cnn import results, run
     from experiments.pathfinder.cnn.images import test_file
@@ -215,14 +213,12 @@ def picture_command(
 
 
 def generated(settings: Settings, parent: Path, workers: int | None) -> Path:
-    """The file of images, written with a progress bar if missing."""
     name = f"Drawing {settings.parameters.name} on {workers or available_cores()} cores"
     with counting_bar(console, name, settings.images) as progress:
         return generate(settings, parent, workers=workers, progress=progress)
 
 
 def chosen_parameters(only: list[str] | None) -> list[Parameters]:
-    """The parameters that the user names, or all of the Long Range Arena's."""
     if only is None:
         return [parameters_of(size, contour) for size in LRA for contour in FOLDS]
     found = []
@@ -235,16 +231,10 @@ def chosen_parameters(only: list[str] | None) -> list[Parameters]:
 
 
 def mean(sets: tuple[Shortcut, ...]) -> Shortcut:
-    """One rule's mean accuracy over several sets of images."""
     return replace(sets[0], accuracy=float(np.mean([shortcut.accuracy for shortcut in sets])))
 
 
 def lengths(contours: str) -> list[int]:
-    """The user's contour lengths.
-
-    >>> lengths("6,14")
-    [6, 14]
-    """
     words = contours.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ValueError(f"--contour must be numbers with commas between them, as 6,9,14; got {contours!r}")
@@ -252,7 +242,6 @@ def lengths(contours: str) -> list[int]:
 
 
 def publish(text: str, out: Path | None, shown: str | None = None) -> None:
-    """Print a report, or its new part, and write it."""
     console.print(text if shown is None else shown, soft_wrap=True, markup=False, highlight=False)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

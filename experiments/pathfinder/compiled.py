@@ -17,13 +17,12 @@ HERE = Path(__file__).parent
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile on first use, and cache the machine code for later processes if a folder is writable.
 
-    Numba's cache checks only a function's own file. After a change in another file whose functions or constants it
-    uses, outdated code would silently draw other images. So every state of this package's sources has its own cache.
+    Numba's cache checks only a function's own file, so every state of this package's sources has its own cache.
     """
     folder = cache_folder()
     if folder is None:
         return numba.njit(function)
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # numba reads it when a function is decorated
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read when a function is decorated
     try:
         return numba.njit(cache=True)(function)
     finally:
@@ -32,7 +31,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path | None:
-    """A folder in NUMBA_CACHE_DIR or beside the sources; None if read-only, and then every process compiles again."""
+    """In NUMBA_CACHE_DIR or beside the sources; None if read-only."""
     sources = blake2b(b"".join(path.read_bytes() for path in sorted(HERE.glob("*.py"))), digest_size=8).hexdigest()
     folder = Path(numba.config.CACHE_DIR or HERE / "__pycache__") / f"numba-{sources}"
     try:

@@ -1,5 +1,3 @@
-"""One image as a drawing: the positions of its dashes."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -12,20 +10,10 @@ from experiments.pathfinder.rng import below, stream
 from experiments.pathfinder.snakes import draw_distractors, draw_targets
 from experiments.pathfinder.tables import tables
 
-MOST_ATTEMPTS = 10_000_000  # the hardest of the Long Range Arena's images need 6,000 on average
+MOST_ATTEMPTS = 10_000_000  # the arena's hardest images need 6,000 on average
 
 
 class Drawing(NamedTuple):
-    """One image.
-
-    label     1 if the markers are at the two ends of one target snake, 0 if they are on both
-    marked    the target snake, 0 or 1, whose first end is marked
-    margin    half the gap between dashes, in pixels
-    attempts  pairs of target snakes drawn until one succeeded
-    dashes    int64 [d, 3], y, x and heading (see tables.py): target 0, target 1, every distractor.
-              A target's first and last (y, x) are its two ends.
-    """
-
     label: int
     marked: int
     margin: int
@@ -34,7 +22,7 @@ class Drawing(NamedTuple):
 
 
 def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
-    """Image `index` of a seed, independent of all else. Raises ValueError if no targets fit into the image."""
+    """Image `index` of a seed, independent of all else. Raises ValueError if no targets fit."""
     p = parameters
     rng = image_stream(parameters, seed, index)
     label = below(rng, 2)
@@ -52,5 +40,5 @@ def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
 
 
 def image_stream(parameters: Parameters, seed: int, index: int) -> NDArray[np.uint64]:
-    """An image's random numbers, different for every size and contour length, so that equal seeds share no labels."""
+    """Different for every size and contour length, so that equal seeds share no labels."""
     return stream(seed, parameters.size << 32 | parameters.contour_length, index)

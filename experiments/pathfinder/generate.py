@@ -17,12 +17,12 @@ from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.vectors import collect, join, load, save
 from experiments.training.workers import available_cores, worker_pool
 
-IMAGES_PER_PART = 500  # 2 to 15 seconds of work with the Long Range Arena's parameters
+IMAGES_PER_PART = 500  # 2 to 15 seconds of work
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of a file. Files with equal parameters and seed begin with the same images."""
+    """Files with equal parameters and seed begin with the same images."""
 
     parameters: Parameters
     images: int = 200_000
@@ -48,8 +48,8 @@ def generate(
 ) -> Path:
     """Write the file below `parent` and return its path. A complete file is kept.
 
-    workers: processes, by default one for each core; the file does not depend on it.
-    progress: called with the number of drawn images, including earlier, stopped runs.
+    workers: by default one for each core; the file does not depend on it. progress: called with the number of drawn
+    images.
     """
     path = parent / f"{settings.name}.safetensors"
     if path.exists():
@@ -78,7 +78,7 @@ def generate(
                     done += sizes[futures[future]]
                     progress(done)
             except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)  # parts in progress are completed and kept
+                pool.shutdown(wait=True, cancel_futures=True)  # parts in progress are kept
                 raise
     save(join([load(part) for part in parts.values()]), path)
     shutil.rmtree(unfinished)
@@ -86,6 +86,5 @@ def generate(
 
 
 def draw_part(settings: Settings, first: int, images: int, path: Path) -> None:
-    """Write some consecutive images to a separate file."""
     drawings = [draw(settings.parameters, settings.seed, index) for index in range(first, first + images)]
     save(collect(settings.parameters, settings.seed, drawings), path)

@@ -14,11 +14,10 @@ NOBODY, DISTRACTOR = 0, 3  # the targets are 1 and 2
 
 
 def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-    """The owner of every pixel of images first .. last - 1. uint8 [n, size, size]
+    """The owner of every pixel. uint8 [n, size, size]
 
-    NOBODY on the background, 1 + s on target snake s, DISTRACTOR on any other. If dashes meet, the brightest owns the
-    pixel, and of equally bright dashes the first. A marker belongs to the snake whose end it marks. A pixel that rounds
-    to black may have an owner; every other pixel has one.
+    NOBODY on the background, 1 + s on target snake s, DISTRACTOR on any other. The brightest dash owns a pixel, and of
+    equally bright dashes the first. A marker belongs to the snake whose end it marks.
     """
     p = vectors.parameters
     found = blank(vectors, first, last)
@@ -33,7 +32,7 @@ def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
 def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
     """The number of markers on the curve through each pixel: 0, 1 or 2. uint8 [n, size, size]
 
-    An image's answer is "connected" iff a pixel has 2. Distractors have 0.
+    "Connected" iff a pixel has 2. Distractors have 0.
     """
     found = owners(vectors, first, last)
     labels, marked = vectors.labels[first:last], vectors.marked[first:last]
@@ -46,7 +45,7 @@ def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> 
 
 @compiled
 def claim(image, places, headings, length, stamps, centres, discs, snakes):
-    """Write the owners of one image. image: uint8 [size, size], overwritten; snakes: the marked snakes."""
+    """image: uint8 [size, size], overwritten; snakes: the marked snakes."""
     size, width = len(image), discs.shape[0]
     best = np.zeros((size, size), np.int16)
     for y in range(size):

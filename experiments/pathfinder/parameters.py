@@ -14,30 +14,27 @@ from typing import Any
 
 from experiments.training.reading import reading
 
-FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # the release's folder names
-LABEL = "generated.json"  # the file beside generated images in the release's layout
-UNFINISHED = "unfinished"  # stands in its place until they are complete
-MARKER_COUNTS = 3  # classes of a pixel: 0, 1 or 2 markers on the curve through it; see owners.py
+FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}
+LABEL = "generated.json"  # beside generated images in the release's layout
+UNFINISHED = "unfinished"  # in its place until they are complete
+MARKER_COUNTS = 3  # classes of a pixel, see owners.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """One distribution of images. Lengths are in pixels, lengths of snakes in dashes; the marker has contrast 1.
+    """A distribution of images. Lengths in pixels, of snakes in dashes. Raises ValueError for impossible values."""
 
-    Raises ValueError for values that no image can have.
-    """
-
-    size: int  # height and width of the image
+    size: int  # pixels along a side
     dash_length: int
     margins: tuple[int, ...]  # half the gap between dashes; one is drawn for each image
     thickness: float
     marker_radius: float
-    seed_distance: int  # between the first ends of the two target snakes
-    padding: int  # border that no dash may touch
-    continuity: float  # discourages sharp turns; no turn exceeds 90 degrees divided by it
+    seed_distance: int  # of the first ends of the two target snakes
+    padding: int  # no dash may touch it
+    continuity: float  # no turn exceeds 90 degrees divided by it
     target_contrast: float
     distractor_contrast: float
-    distractors: int  # the requested number; fewer are placed if space runs out
+    distractors: int  # fewer are placed if space runs out
     contour_length: int  # dashes of a target snake
     distractor_length: int  # dashes of a distractor
 
@@ -55,15 +52,14 @@ class Parameters:
         if self.size > 65536:
             raise ValueError(f"size must be at most 65536 pixels; got {self.size}")
         extent = self.dash_length + max(self.margins) + self.marker_radius + self.thickness
-        if extent > 128:  # the memory of the tables grows with its third power
+        if extent > 128:  # tables grow with its third power
             raise ValueError(
                 f"dash_length, margin, marker_radius and thickness must be at most 128 pixels together; got {extent:g}"
             )
         if self.contour_length < 2:
             raise ValueError(f"contour_length must be at least 2 dashes; got {self.contour_length}")
-        # The first target begins in a square that lies twice the seed_distance, up to the length of a dash, from the
-        # border. So the second begins within the image, and the border cannot cut the search for free space; tables.py
-        # relies on it.
+        # The first target begins in a square that lies twice the seed_distance from the border, so the second begins
+        # within the image; tables.py relies on it.
         reach = self.dash_length + max(self.margins)
         if self.seed_distance <= reach:
             raise ValueError(f"seed_distance must exceed dash_length plus margin, {reach}; got {self.seed_distance}")
@@ -75,18 +71,16 @@ class Parameters:
 
     @property
     def name(self) -> str:
-        """A short name; for values other than the Long Range Arena's, it ends in a digest of all values."""
+        """For values other than the arena's, it ends in a digest."""
         name = f"pathfinder{self.size}-cl{self.contour_length}"
         return name if self.is_lra else f"{name}-{blake2b(self.to_json().encode(), digest_size=4).hexdigest()}"
 
     @property
     def is_lra(self) -> bool:
-        """Whether these are parameters of the Long Range Arena."""
         known = self.size in LRA and self.contour_length in FOLDS
         return known and self == lra(self.size, self.contour_length)
 
     def to_json(self) -> str:
-        """All values on one line; `from_json` reads it."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -102,13 +96,11 @@ class Parameters:
 
     @classmethod
     def read(cls, path: Path) -> Parameters:
-        """The parameters in a JSON file; raises ValueError for other contents."""
         with reading(path, "a JSON file of all parameters of a generator"):
             return cls.from_json(path.read_text(encoding="utf-8"))
 
 
-# The number of distractors is 20, 22, 35 and 30 divided by 2, their length at contour length 6: the original computes
-# it once and keeps it for the longer contours, whose distractors have 3 and 4 dashes.
+# The original computes distractors' length at contour length 6, and keeps it: 20, 22, 35 and 30 divided by 2.
 LRA: dict[int, dict[str, Any]] = {
     32: dict(dash_length=2, margins=(1,), thickness=0.5, marker_radius=1.5, seed_distance=7, padding=1)
     | dict(continuity=1.0, target_contrast=1.5, distractor_contrast=2.0, distractors=10),
@@ -122,7 +114,7 @@ LRA: dict[int, dict[str, Any]] = {
 
 
 def lra(size: int, contour_length: int) -> Parameters:
-    """The Long Range Arena's parameters: Pathfinder is 32 and 14, "Path-X" 128 and 14, "Path-256" 256 and 14.
+    """Pathfinder is 32 and 14, "Path-X" 128 and 14, "Path-256" 256 and 14.
 
     >>> lra(128, 14).distractor_length
     4
@@ -135,26 +127,24 @@ def lra(size: int, contour_length: int) -> Parameters:
     return Parameters(size=size, contour_length=contour_length, distractor_length=contour_length // 3, **LRA[size])
 
 
-# Extrapolation: from 256 to 512 pixels each parameter grows by its mean step from 64 to 128 to 256, rounded down to an
-# allowed value; for margins, the mean of the list grows. So dashes keep 5 pixels, half a gap grows from 3 to 4, the
-# thickness from 2 to 2.5, the marker's radius from 5 to 6.25 (rounded to 6), the distance of the first ends from 27 to
-# 34.5, the border from 22 to 32.5, and the number of distractors from 15 to 17. Contrasts have no effect if all are
-# equal.
+# From 256 to 512 pixels each parameter grows by its mean step from 64 to 128 to 256, rounded down to an allowed value.
+# So dashes keep 5 pixels, half a gap grows from 3 to 4, the marker's radius from 5 to 6, the number of distractors from
+# 15 to 17.
 EXTRAPOLATED: dict[int, dict[str, Any]] = {
     512: dict(dash_length=5, margins=(4,), thickness=2.5, marker_radius=6.0, seed_distance=34, padding=32)
     | dict(continuity=1.8, target_contrast=1.0, distractor_contrast=1.0, distractors=17),
 }
 SIZES = (*LRA, *EXTRAPOLATED)
-SHORTEST, LONGEST = 2, 14  # dashes of a path, at any size
+SHORTEST, LONGEST = 2, 14  # dashes, at any size
 
 
 def parameters_of(size: int, contour_length: int) -> Parameters:
-    """The Long Range Arena's parameters if it has some; otherwise its rules for other sizes and shorter paths.
+    """The Long Range Arena's parameters, or its rules for other sizes and shorter paths.
 
     >>> parameters_of(128, 14) == lra(128, 14), parameters_of(128, 14).is_lra, parameters_of(128, 3).is_lra
     (True, True, False)
 
-    Distractors of paths of other lengths, for curricula, are a third as long, as in the arena, and at least one dash.
+    Distractors of other paths are a third as long, and at least one dash.
     """
     if size not in SIZES or not SHORTEST <= contour_length <= LONGEST:
         raise ValueError(

@@ -12,12 +12,12 @@ from experiments.pathfinder.released import grey_png
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
 
-GAP = 2  # white pixels around every tile, as in strips of real tiles
-LINE = 16  # height of a line of text
+GAP = 2  # around every tile
+LINE = 16
 
 
 def strip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Images side by side. uint8 [n, size, size] to [size + 2 * GAP, n * (size + GAP) + GAP]"""
+    """uint8 [n, size, size] to [size + 2 * GAP, n * (size + GAP) + GAP]"""
     n, size, _ = images.shape
     found = np.full((size + 2 * GAP, n * (size + GAP) + GAP), 255, np.uint8)
     for number, image in enumerate(images):
@@ -27,10 +27,8 @@ def strip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: int = 8, enlarge: int = 1) -> None:
-    """Write the first images as a strip, connected images first, above a strip of real images if given.
-
-    Raises ValueError if the real strip has another size.
-    """
+    """A strip of the first images, connected ones first, above real ones if given. Raises ValueError if these have
+    another size."""
     first = render(vectors, 0, 200)
     connected, apart = (first[vectors.labels[:200] == label][: tiles // 2] for label in (1, 0))
     ours = strip(np.concatenate([connected, apart]))

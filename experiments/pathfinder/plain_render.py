@@ -1,9 +1,9 @@
-"""A second renderer, written from the description of the original code and independent of render.py, which it checks.
+"""A second renderer, independent of render.py, which it checks.
 
-It works in floating point on whole images, and shares only the positions and directions of the dashes. The original
-(drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first end, from the
-middle of the box, halves the box with a Lanczos filter and composes the boxes by maximum. Markers are discs drawn at
-twice the resolution of the whole image, halved likewise, and composed by maximum.
+It works in floating point on whole images, and shares only positions and directions. The original
+(drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first end, halves
+the box with a Lanczos filter and composes by maximum. Markers are discs drawn at twice the resolution of the whole
+image, likewise.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ FINER, LOBES = 2, 3
 
 @lru_cache(maxsize=64)
 def lanczos(before: int, after: int) -> NDArray[np.float64]:
-    """The matrix [after, before] that resamples a line of pixels to fewer, with row sums of 1.
+    """Resamples a line of pixels to fewer: [after, before], with row sums of 1.
 
-    The filter is as wide as the reduction, and is cut at the border of the picture.
+    As wide as the reduction, cut at the border.
     """
     scale = before / after
     centre = (np.arange(after)[:, None] + 0.5) * scale
@@ -35,14 +35,13 @@ def lanczos(before: int, after: int) -> NDArray[np.float64]:
 
 
 def halved(drawing: NDArray[np.floating], side: int) -> NDArray[np.float64]:
-    """A square drawing as a smaller square picture [side, side]."""
     along = lanczos(len(drawing), side)
     return along @ drawing @ along.T
 
 
 @lru_cache(maxsize=4096)
 def picture_of_dash(end_y: int, end_x: int, box: int, width: int) -> NDArray[np.float64]:
-    """A dash from the middle of a box to a point of the finer grid relative to it. [2 * box + 1, 2 * box + 1]"""
+    """From the middle of a box to a point of the finer grid. [2 * box + 1, 2 * box + 1]"""
     middle = FINER * box
     drawing = Image.new("L", (2 * middle + 1, 2 * middle + 1), 0)
     ends = [(middle, middle), (middle + end_x, middle + end_y)]
@@ -51,25 +50,24 @@ def picture_of_dash(end_y: int, end_x: int, box: int, width: int) -> NDArray[np.
 
 
 def directions(vectors: Vectors, index: int) -> NDArray[np.float64]:
-    """The drawing angle of each dash of an image, from its position: one of 360 whole degrees for the first dash of a
-    snake; for other dashes, back from the pixel where a circle around the gap's beginning ends. float64 [dashes]
-    """
+    """The drawing angle of each dash: whole degrees for the first of a snake, for others back from the pixel where a
+    circle around the gap's beginning ends. float64 [dashes]"""
     margin = int(vectors.margins[index])
     reach = vectors.parameters.dash_length + margin
     around = np.deg2rad(np.arange(0, 360, 360 / (2 * reach * np.pi)))
     points = sorted({(math.floor(reach * math.sin(t)), math.floor(reach * math.cos(t))) for t in around})
     ahead = [math.atan2(y, x) for y, x in points]
-    # Reversed as in the original: other last bits of an angle would round some ends to another pixel.
+    # As in the original: other last bits would round some ends to another pixel.
     back = [angle + math.pi if angle < 0 else angle - math.pi for angle in ahead]
     angles = np.array([math.radians(degree) for degree in range(-180, 180)] + back)
     return angles[vectors.headings[vectors.starts[index] : vectors.starts[index + 1]]]
 
 
 def plain_layers(vectors: Vectors, index: int, overshoot: str = "kept") -> tuple[NDArray[np.float64], ...]:
-    """The lines and the markers of one image, markers having value 1. float64 [size, size] each"""
+    """Lines and markers, float64 [size, size] each, markers having value 1."""
     p = vectors.parameters
     box = p.dash_length + math.ceil(p.thickness) + int(vectors.margins[index])
-    frame = np.zeros((p.size + 2 * box, p.size + 2 * box))  # cropped at the end to the image
+    frame = np.zeros((p.size + 2 * box, p.size + 2 * box))
     places = vectors.places[vectors.starts[index] : vectors.starts[index + 1]].astype(int)
     for number, ((y, x), angle) in enumerate(zip(places.tolist(), directions(vectors, index).tolist())):
         end_y = math.ceil(FINER * box + FINER * p.dash_length * math.sin(angle)) - FINER * box
@@ -91,10 +89,7 @@ def plain_layers(vectors: Vectors, index: int, overshoot: str = "kept") -> tuple
 def plain_render(
     vectors: Vectors, index: int, rendering: Rendering, random: np.random.Generator | None = None
 ) -> NDArray[np.uint8]:
-    """One image in a rendering, see rendering.py. uint8 [size, size]
-
-    random: for the noise.
-    """
+    """In a rendering, see rendering.py. uint8 [size, size]. random: for the noise."""
     lines, marks = plain_layers(vectors, index, rendering.overshoot)
     brightest = lines.max() if rendering.lines is not None else 1.0
     image = np.maximum(lines / brightest * (rendering.lines or 1.0), marks)

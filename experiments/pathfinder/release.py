@@ -25,7 +25,6 @@ IMAGES_PER_BATCH = 1000
 
 
 def folder_of(parameters: Parameters, parent: Path) -> Path:
-    """The release's folder for images with these parameters. Raises ValueError if it has none."""
     if not parameters.is_lra:
         raise ValueError(
             f"the released layout has a place for the Long Range Arena's parameters only; got {parameters}"
@@ -34,10 +33,9 @@ def folder_of(parameters: Parameters, parent: Path) -> Path:
 
 
 def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = lambda written: None) -> Path:
-    """Write all images and return their folder. A folder that already holds them is kept.
+    """Write all images; a folder that already holds them is kept. Raises FileExistsError if it holds other files.
 
     progress: called with the number of written images.
-    Raises FileExistsError if the folder holds other files, such as released images.
     """
     folder = folder_of(vectors.parameters, parent)
     label = {
@@ -66,7 +64,6 @@ def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = 
 
 
 def write_batch(vectors: Vectors, first: int, last: int, folder: Path) -> None:
-    """Images first .. last - 1 and their metadata."""
     batch = first // IMAGES_PER_BATCH
     (folder / "imgs" / str(batch)).mkdir(parents=True, exist_ok=True)
     rows = []
@@ -80,11 +77,8 @@ def write_batch(vectors: Vectors, first: int, last: int, folder: Path) -> None:
 
 
 def metadata_row(vectors: Vectors, index: int, batch: int, name: str, number: int) -> str:
-    """The release's columns.
-
-    Folder, file, number in the batch, label (1 where one snake connects the markers), continuity, contour length,
-    distractor length, dash length, thickness, margin, number of contrasts.
-    """
+    """The release's columns: folder, file, number in the batch, label, continuity, contour length, distractor length,
+    dash length, thickness, margin, number of contrasts."""
     p = vectors.parameters
     columns = [f"imgs/{batch}", name, number, vectors.labels[index], p.continuity, p.contour_length]
     columns += [p.distractor_length, p.dash_length, p.thickness, vectors.margins[index], 1]

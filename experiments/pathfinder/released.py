@@ -18,21 +18,20 @@ from PIL import Image
 from experiments.pathfinder.parameters import LABEL, UNFINISHED
 from experiments.training.reading import reading
 
-SHUFFLE_SEED = 42  # of S4, and of others who use its loader
-RELEASE = Path("lra_release")  # the folder in the arena's archive, which contains another folder of the same name
+SHUFFLE_SEED = 42  # of S4 and others
+RELEASE = Path("lra_release")
 
 
 class Sample(NamedTuple):
     image: Path
-    label: int  # 1: the two dots are on one path
+    label: int
 
 
 def find(name: str, folder: Path, fold: str) -> Path:
-    """The folder of one fold of pathfinder<R>: in `folder`, or in the nested folders of the released archive.
+    """One fold of pathfinder<R>: in `folder`, or in the nested folders of the released archive.
 
-    The archive holds two different folders pathfinder128. Published results use the inner one, lra_release/lra_release;
-    the outer one is easier (Long Range Arena, issue 38). So the innermost copy counts. Raises ValueError if other
-    folders of this name lie beside it.
+    The archive holds two different folders pathfinder128. Published results use the innermost; the outer one is easier
+    (Long Range Arena, issue 38). Raises ValueError if others lie beside it.
     """
     advice = (
         f"place {name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
@@ -68,22 +67,21 @@ def find(name: str, folder: Path, fold: str) -> Path:
 
 
 def number_of(metadata: Path) -> int:
-    """A batch's number: files are named `<number>.npy`."""
     if not metadata.stem.isdecimal():
         raise ValueError(f"a file of metadata must be called <number>.npy; got {metadata}")
     return int(metadata.stem)
 
 
 def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
-    """The samples of one file of metadata, in either form; raises ValueError with file and line."""
+    """In either form; raises ValueError with file and line."""
     with open(path, "rb") as file:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
         with reading(path, "an array of strings [images, columns]"):
-            array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, because a header may state any size
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may state any size
             if array.ndim != 2 or array.dtype.kind not in "US":
                 raise ValueError(f"{array.dtype} {list(array.shape)}")
-            lines = [" ".join(row) for row in array.astype(str)]  # NumPy under Python 2 wrote byte strings
+            lines = [" ".join(row) for row in array.astype(str)]  # byte strings of Python 2
     else:
         lines = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
@@ -101,13 +99,12 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
 
 
 def samples_in(place: Path) -> list[Sample]:
-    """All samples of a fold, in the order of their batches."""
     metadata = sorted((place / "metadata").glob("*.npy"), key=number_of)
     return [sample for path in metadata for sample in read_metadata(path, place)]
 
 
 def is_empty(sample: Sample) -> bool:
-    """Whether the image's file is empty (the release has one); raises FileNotFoundError if it is missing."""
+    """The release has one empty file; raises FileNotFoundError if it is missing."""
     if not sample.image.is_file():
         raise FileNotFoundError(f"the metadata names {sample.image}, which does not exist; unpack the archive again")
     return sample.image.stat().st_size == 0
@@ -116,9 +113,9 @@ def is_empty(sample: Sample) -> bool:
 def split_rows(images: int, *, shuffled: bool = True) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The rows for training (four fifths), validation and testing.
 
-    shuffled: by `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; otherwise in file order.
+    shuffled: by `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; otherwise in file order.
     """
-    import torch  # takes seconds, and generating images does not need it
+    import torch
 
     tenth = images // 10
     if tenth == 0:
@@ -131,17 +128,16 @@ def split_rows(images: int, *, shuffled: bool = True) -> tuple[NDArray[np.int64]
 
 
 def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:
-    """An 8-bit grey PNG image in rows, uint8 `[pixels]`."""
     side = int(pixels**0.5)
     return grey_png(path, side, side).reshape(-1)
 
 
 def grey_png(path: Path, width: int, height: int) -> NDArray[np.uint8]:
-    """An 8-bit grey PNG image of this size, uint8 `[height, width]`; raises ValueError for any other file."""
+    """uint8 `[height, width]`; raises ValueError for any other file."""
     wanted = f"{path} must be an 8-bit grey PNG image of {width} x {height}"
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            # Checked before the pixels are read: a few bytes can expand to more pixels than memory holds.
+            # A few bytes can expand to more pixels than memory holds.
             if image.mode != "L" or image.size != (width, height):
                 raise ValueError(f"{wanted}; got {image.mode} {list(image.size)}")
             return np.asarray(image)

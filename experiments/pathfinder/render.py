@@ -1,8 +1,7 @@
-"""Renders vectors as images on the CPU. render_device.py does the same on any device, with equal bits.
+"""Renders vectors on the CPU; render_device.py does the same on any device, with equal bits.
 
-The lines are composed by maximum and scaled to a maximum of 1. Markers, discs of 1, are added by maximum. The whole is
-scaled to a maximum of 255, and truncated, as in the released images (README.md). So contrasts matter only if targets
-and distractors differ in contrast.
+Lines are composed by maximum and scaled to 1. Markers, discs of 1, are added by maximum. The whole is scaled to 255,
+and truncated, as in the released images.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from experiments.pathfinder.vectors import Vectors
 
 
 class Parts(NamedTuple):
-    number: int  # index of the image among the vectors
+    number: int  # among the vectors
     places: NDArray[np.unsignedinteger]  # positions and headings of its dashes
     headings: NDArray[np.uint16]
     stamps: NDArray[np.int16]  # the dashes' pictures, see tables.py
@@ -29,7 +28,6 @@ class Parts(NamedTuple):
 
 
 def parts(vectors: Vectors, first: int = 0, last: int | None = None) -> Iterator[Parts]:
-    """The parts of images first .. last - 1, by default of all images."""
     chosen = range(len(vectors))[first:last]
     for index, ends in zip(chosen, vectors.markers[first:last]):
         dashes = slice(vectors.starts[index], vectors.starts[index + 1])
@@ -38,7 +36,6 @@ def parts(vectors: Vectors, first: int = 0, last: int | None = None) -> Iterator
 
 
 def blank(vectors: Vectors, first: int, last: int | None) -> NDArray[np.uint8]:
-    """An uninitialised array with one value for every pixel of images first .. last - 1."""
     size = vectors.parameters.size
     return np.empty((len(range(len(vectors))[first:last]), size, size), np.uint8)
 
@@ -55,11 +52,10 @@ def render(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
 
 @compiled
 def compose(image, places, headings, targets, stamps, centres, discs):
-    """Draw one image. image: uint8 [size, size], overwritten; other arguments as in `render`."""
     size = len(image)
     lines, marks = np.zeros((size, size), np.int16), np.zeros((size, size), np.int16)
     draw_layers(lines, marks, places, headings, targets, stamps, centres, discs)
-    # A line of value v and a disc of value m are compared as v / brightest and m / UNIT.
+    # v / brightest and m / UNIT
     brightest = greatest(lines)
     canvas = np.empty((size, size), np.int64)
     for y in range(size):
@@ -73,10 +69,8 @@ def compose(image, places, headings, targets, stamps, centres, discs):
 
 @compiled
 def draw_layers(lines, marks, places, headings, targets, stamps, centres, discs):
-    """Draw the dashes and the markers of one image, each composed by maximum, into two canvases of zeros.
-
-    lines, marks: int16 [size, size], in units of 1 / UNIT
-    """
+    """Draw dashes and markers, each composed by maximum, into canvases of zeros, int16 [size, size], in units of 1 /
+    UNIT."""
     size, width = len(lines), discs.shape[0]
     for dash in range(len(headings)):
         y, x = np.int64(places[dash, 0]), np.int64(places[dash, 1])
@@ -101,5 +95,5 @@ def greatest(canvas):
 
 @compiled
 def window_start(centre, size, width):
-    """The beginning of a marker's window along one axis: centred on the marker, but within the image."""
+    """Centred on the marker, but within the image."""
     return min(max(centre - width // 2, 0), size - width)

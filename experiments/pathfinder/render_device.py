@@ -1,4 +1,4 @@
-"""Renders vectors in batches on any PyTorch device, in integers, so images have the same bits as in render.py."""
+"""Renders vectors in batches on any PyTorch device, in integers: the same bits as in render.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.pathfinder.vectors import Vectors
 
 
 class DeviceRenderer:
-    """Renders batches on a device, with one copy of the vectors there.
+    """With one copy of the vectors on the device.
 
     >>> from experiments.pathfinder.draw import draw
     >>> from experiments.pathfinder.parameters import lra
@@ -33,7 +33,7 @@ class DeviceRenderer:
         self.device = torch.device(device)
         self.stamps, self.first_stamp = (self._to(array) for array in all_lines(p))
         self.discs = self._to(markers(p.size, p.marker_radius))
-        # Unsigned 16-bit integers cannot be indexed on every device.
+        # Devices cannot index unsigned 16-bit integers.
         self.places = self._to(vectors.places if vectors.places.dtype == np.uint8 else vectors.places.astype(np.int32))
         self.headings = self._to(vectors.headings.astype(np.int32))
         self.starts, self.margins = self._to(vectors.starts), self._to(vectors.margins.astype(np.int64))
@@ -43,7 +43,7 @@ class DeviceRenderer:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """The images with the given indices, int64 [n]. uint8 [n, size, size], on the device"""
+        """Indices int64 [n] to uint8 [n, size, size], on the device."""
         indices = indices.to(self.device)
         canvas = self._draw_lines(indices)
         brightest = canvas.amax((1, 2))  # [n]
@@ -51,15 +51,14 @@ class DeviceRenderer:
         return (255 * canvas // canvas.amax((1, 2), keepdim=True)).to(torch.uint8)
 
     def _draw_lines(self, indices: Tensor) -> Tensor:
-        """All dashes, composed by maximum. int64 [n, size, size]"""
         counts = self.starts[indices + 1] - self.starts[indices]
-        image = torch.repeat_interleave(counts)  # [d], the image of every dash
+        image = torch.repeat_interleave(counts)
         number = torch.arange(len(image), device=self.device) - (counts.cumsum(0) - counts)[image]
         dash = self.starts[indices][image] + number
         kind = (number >= self.targets).long()
         stamp = self.first_stamp[self.margins[indices][image], kind] + self.headings[dash]
 
-        # A border of half a stamp avoids cutting stamps.
+        # It avoids cutting stamps.
         radius = self.stamps.shape[-1] // 2
         side = self.size + 2 * radius
         place = self.places[dash].long()
@@ -70,7 +69,6 @@ class DeviceRenderer:
         return canvas.view(-1, side, side)[:, radius : side - radius, radius : side - radius].long()
 
     def _add_markers(self, canvas: Tensor, indices: Tensor, brightness: Tensor) -> Tensor:
-        """The canvas with discs of the given brightness, [n]. int64 [n, size, size]"""
         width = self.discs.shape[0]
         centre = self.centres[indices]  # [n, 2, (y, x)]
         start = (centre - width // 2).clamp(0, self.size - width)
@@ -82,17 +80,14 @@ class DeviceRenderer:
         return canvas.flatten().scatter_reduce(0, where.flatten(), discs.flatten(), "amax").view_as(canvas)
 
     def _square(self, width: int, side: int) -> Tensor:
-        """The pixels of a square, as offsets from its corner in a flattened canvas. int64 [width * width]"""
         along = torch.arange(width, device=self.device)
         return (along[:, None] * side + along).flatten()
 
 
 @lru_cache(maxsize=4)
 def all_lines(parameters: Parameters) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The lines of all margins, concatenated, and the index at which each margin's lines begin.
-
-    int16 [s, n, n], n the largest margin's; int64 [256, 2]: by margin, then targets or distractors
-    """
+    """The lines of all margins, int16 [s, n, n], and where each begins, int64 [256, 2]: by margin, then targets or
+    distractors."""
     of_margin = {margin: lines(parameters, margin) for margin in sorted(set(parameters.margins))}
     side = max(stamps.shape[-1] for stamps in of_margin.values())
     found, first = [], np.zeros((256, 2), np.int64)

@@ -1,7 +1,7 @@
 """Renderings: the ways from a drawing to an 8-bit image.
 
-Implementations of the generator agree in the positions of dashes, not in clipping, brightness and rounding. A model
-trained on one rendering may fail on another, so models are tested in all of `RENDERINGS`.
+Implementations of the generator differ in clipping, brightness and rounding. A model trained on one rendering may fail
+on another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OVERSHOOT, LEVELS, NOISE = ("kept", "clipped"), ("cut", "rounded"), ("everywhere
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """The conversion of lines and markers to grey levels; the defaults are this project's rule.
+    """From lines and markers to grey levels; the defaults are this project's rule.
 
     >>> Rendering(brightness=0.9).finish(np.array([[0.0, 0.8]]), np.array([[1.1, 0.0]]))
     array([[229, 208]], dtype=uint8)
@@ -61,10 +61,7 @@ class Rendering:
         marks: NDArray[np.floating],
         random: np.random.Generator | None = None,
     ) -> NDArray[np.uint8]:
-        """The image, uint8 [size, size], from its lines and markers, both [size, size], markers having value 1.
-
-        random: for the noise. Raises ValueError if noise is set and `random` is missing.
-        """
+        """uint8 [size, size], from lines and markers [size, size]. random: for the noise."""
         factor = 1.0 if self.lines is None else self.lines / lines.max()
         image = np.maximum(lines * factor, marks)
         image *= 255 * self.brightness / image.max()
@@ -82,7 +79,6 @@ class Rendering:
 
 PROJECT, ORIGINAL = "this project's rule", "the original's own scaling"
 
-# By name; every model is tested in all of them.
 RENDERINGS: dict[str, Rendering] = {
     PROJECT: Rendering(),
     ORIGINAL: Rendering(lines=None, levels="rounded"),
@@ -102,7 +98,7 @@ RENDERINGS: dict[str, Rendering] = {
 
 
 def drawn_rendering(random: np.random.Generator) -> Rendering:
-    """A random rendering for training. One image in eight has this project's rule."""
+    """For training; one in eight is this project's rule."""
     if random.random() < 1 / 8:
         return Rendering()
     lines = (1.0, None, float(random.uniform(0.7, 1.25)))[random.integers(3)]
@@ -119,7 +115,7 @@ def drawn_rendering(random: np.random.Generator) -> Rendering:
 
 
 class Layers(NamedTuple):
-    """The lines and the markers of an image, each composed by maximum, markers having value 1. float32 [size, size]"""
+    """Each composed by maximum, markers having value 1. float32 [size, size]"""
 
     lines: NDArray[np.float32]
     marks: NDArray[np.float32]
@@ -138,7 +134,7 @@ def layers(vectors: Vectors, index: int, overshoot: str = "kept") -> Layers:
 
 @lru_cache(maxsize=16)
 def clipped_stamps(parameters: Parameters, margin: int) -> NDArray[np.int16]:
-    """The dashes' pictures, clipped to their contrasts. int16 [2, headings, n, n]"""
+    """int16 [2, headings, n, n]"""
     contrasts = np.array([parameters.target_contrast, parameters.distractor_contrast])
     highest = np.rint(UNIT * contrasts).astype(np.int16)
     return np.minimum(line_stamps(parameters, margin), highest[:, None, None, None])
@@ -146,12 +142,10 @@ def clipped_stamps(parameters: Parameters, margin: int) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def clipped_discs(parameters: Parameters) -> NDArray[np.int16]:
-    """The markers' pictures, clipped to 1; see stamps.markers."""
     return np.minimum(markers(parameters.size, parameters.marker_radius), np.int16(UNIT))
 
 
 def rendered(
     vectors: Vectors, index: int, rendering: Rendering, random: np.random.Generator | None = None
 ) -> NDArray[np.uint8]:
-    """One image in a rendering. uint8 [size, size]"""
     return rendering.finish(*layers(vectors, index, rendering.overshoot), random)

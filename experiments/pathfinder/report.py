@@ -1,5 +1,3 @@
-"""The tables of the command line as Markdown, with all facts needed to judge and repeat them."""
-
 from __future__ import annotations
 
 import os
@@ -44,7 +42,6 @@ def statistics_report(found: Sequence[tuple[Parameters, int, dict[str, Estimate]
 
 
 def deviation(ours: Estimate, theirs: Estimate | None) -> str:
-    """The difference of two estimates in standard errors."""
     if theirs is None:
         return ""
     error = hypot(ours.error, theirs.error)

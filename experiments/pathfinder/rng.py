@@ -1,7 +1,7 @@
 """A random number generator that is the same on every machine and with every library version.
 
-SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A stream is a state and an odd
-increment; its numbers are the mixed states. Every image has its own stream, split from the seed's.
+SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014): a state and an odd increment for
+every image.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import numpy as np
 
 from experiments.pathfinder.compiled import compiled
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
-# Typed constants, because numba turns a uint64 and a plain int into a float.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# numba turns a uint64 and a plain int into a float.
 ONE, TWO = np.uint64(1), np.uint64(2)
 
 
 @compiled
 def mix(z):
-    """Scramble 64 bits (variant 13 of Stafford's mixers)."""
+    """Variant 13 of Stafford's mixers."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -25,7 +25,7 @@ def mix(z):
 
 @compiled
 def mix_increment(z):
-    """An odd increment from 64 bits: scrambled by MurmurHash3's mixer, and without long runs of equal bits."""
+    """Odd: MurmurHash3's mixer, without long runs of equal bits."""
     z = (z ^ (z >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     z = (z ^ (z >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     z = (z ^ (z >> np.uint64(33))) | ONE
@@ -38,7 +38,7 @@ def mix_increment(z):
 
 @compiled
 def stream(seed, kind, index):
-    """The stream of one image; `kind` distinguishes sets of images with the same seed. uint64 [2]: state, increment"""
+    """`kind` distinguishes sets of images with the same seed. uint64 [2]: state, increment"""
     parent = mix(mix(np.uint64(seed) + GOLDEN) ^ np.uint64(kind)) + TWO * np.uint64(index) * GOLDEN
     return np.array([mix(parent + GOLDEN), mix_increment(parent + TWO * GOLDEN)], dtype=np.uint64)
 
@@ -57,5 +57,5 @@ def uniform(stream):
 
 @compiled
 def below(stream, count):
-    """The next integer in 0 .. count - 1, for count up to 2^32; its probability is exact to within count / 2^32."""
+    """In 0 .. count - 1, for count up to 2^32; exact to within count / 2^32."""
     return np.int64(((bits64(stream) >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32))

@@ -1,7 +1,7 @@
 """The seeds of images: fresh images at every training step, and never a test image.
 
 An image depends only on a seed and an index. Training, validation, test, and runs chained by --initial have different
-seeds. In training, the index encodes stage, step and position.
+seeds.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 TEST_SEED = 10**18
 VALIDATION_SEED = 10**18 + 1
 FIRST_TRAINING_SEED = 2 * 10**18
-RUNS = 10**18  # this many runs have different seeds
-MOST_EARLIER = 6  # earlier runs of a chain; with more, seeds would exceed 2^63
+RUNS = 10**18  # with different seeds
+MOST_EARLIER = 6  # of a chain; more would exceed 2^63
 
 _STEPS_BITS, _IMAGES_BITS = 40, 16
 MOST_IMAGES = 1 << _IMAGES_BITS  # images of a step
 
 
 def training_seed(run_seed: int, earlier: int = 0) -> int:
-    """The seed of a run's images. earlier: the number of earlier runs that trained its initial weights.
+    """earlier: runs that trained its initial weights.
 
     >>> len({training_seed(0), training_seed(1), training_seed(0, earlier=1), training_seed(1, earlier=1)})
     4
@@ -30,7 +30,7 @@ def training_seed(run_seed: int, earlier: int = 0) -> int:
 
 
 def image_index(stage: int, step: int, place: int) -> int:
-    """The index of an image in its seed, unique for each (stage, step, place).
+    """Unique for each (stage, step, place).
 
     >>> len({image_index(stage, step, place) for stage in (0, 1) for step in (0, 1) for place in (0, 1)})
     8

@@ -16,15 +16,15 @@ from experiments.pathfinder.tables import drawn_angles
 from experiments.pathfinder.vectors import Vectors
 
 FOLDS = 5
-PAIRS = 4  # pairs of a first and a last end: two on the same snake, two on different ones
+PAIRS = 4
 
 
 @dataclass(frozen=True)
 class Shortcut:
     """The accuracy of a fitted rule on other images.
 
-    accuracy, error: a mean and its standard error; the four pairs of one image are not independent.
-    by_distance: accuracy by quarters of the marker distance, near to far, with the borders in pixels.
+    error: the standard error; the four pairs of an image are not independent. by_distance: by quarters of the marker
+    distance, near to far, with the borders in pixels.
     """
 
     rule: str
@@ -37,7 +37,7 @@ class Shortcut:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All pairs of a first and a last end of n images, with the features of their markers.
+    """All pairs of a first and a last end of n images.
 
     features  float64 [n, 4, f]  distance first
     labels    uint8   [n, 4]     1 for the same snake
@@ -54,14 +54,10 @@ class Pairs:
 
 
 def pairs(vectors: Vectors) -> Pairs:
-    """The actual and the possible markers of every image.
+    """The marked ends are drawn independently of the snakes, so every image is an example of all four pairs.
 
-    The marked ends are drawn independently of the snakes, so every image is an example of all four pairs, and both
-    answers are equally frequent.
-
-    Features: the distance in pixels, then the directions of the two end dashes, each as cosine and sine of the angle
-        from the line to the other marker. The first marker's sine is made non-negative, because mirrored images are
-        equivalent.
+    Features: the distance in pixels, then the directions of the two end dashes as cosine and sine of the angle from the
+    line to the other marker. The first sine is made non-negative: mirrored images are equivalent.
     """
     tips = vectors.tips.astype(np.float64)
     directions = tip_directions(vectors)
@@ -76,7 +72,7 @@ def pairs(vectors: Vectors) -> Pairs:
 
 
 def tip_directions(vectors: Vectors) -> NDArray[np.float64]:
-    """The directions of a target's first and last dash, away from its ends. float64 [n, snake, first or last]"""
+    """Away from its ends. float64 [n, snake, first or last]"""
     p = vectors.parameters
     angles = np.zeros((256, max(360 + len(circle(p.dash_length + margin)) for margin in p.margins)))
     for margin in p.margins:
@@ -97,16 +93,16 @@ def describe(ends: NDArray[np.float64], angles: NDArray[np.float64]) -> NDArray[
     )
 
 
-RULES = {"marker distance": 1, "distance and end dashes": 5}  # the number of features of each rule
+RULES = {"marker distance": 1, "distance and end dashes": 5}  # features
 
 
 def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
-    """All rules, fitted by gradient boosting and cross-validated on fifths of the images."""
+    """Gradient boosting, cross-validated on fifths of the images."""
     return [evaluate(rule, examples.features[:, :, :count], examples.labels, seed) for rule, count in RULES.items()]
 
 
 def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> Shortcut:
-    """The accuracy of a rule, cross-validated by image. features: [n, 4, f], distance first; labels: [n, 4]"""
+    """features: [n, 4, f], distance first; labels: [n, 4]"""
     right = (cross_validated(features, labels, seed) > 0.5) == labels
     distance = features[:, :, 0]
     borders = np.quantile(distance, (0.25, 0.5, 0.75))
@@ -122,8 +118,8 @@ def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8]
 
 
 def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> NDArray[np.float64]:
-    """The probability of label 1 for every pair, from a model fitted on other images. float64 [n, 4]"""
-    # Imported here, because scikit-learn takes a second to import.
+    """float64 [n, 4], from a model fitted on other images."""
+    # scikit-learn takes a second to import.
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     n = len(labels)
@@ -133,7 +129,7 @@ def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], se
     chances = np.empty(labels.shape)
     for held_out in range(FOLDS):
         test, train = fold == held_out, fold != held_out
-        # Small trees with a low learning rate, because images are few; early stopping would split them.
+        # Images are few.
         model = HistGradientBoostingClassifier(
             max_iter=100,
             learning_rate=0.08,

@@ -2,11 +2,10 @@
 
 The mask holds the surroundings of all dashes, in units of 1 / UNIT, composed by maximum. A snake is int64 [5]: y and x
 of the beginning of the gap before its last dash, y and x of that dash's picture, and its heading. Its last dash enters
-the mask only when the next dash is found, so that a snake does not collide with itself. As in the original, a snake
-therefore cannot see the other's last dash, and the first target's last dash never enters.
+the mask only when the next dash is found, so that a snake does not collide with itself; as in the original, it cannot
+see the other's last dash either.
 
-The original takes the maximum of the mask within the margin of every possible end of a dash. Maxima of maxima are
-maxima, so these values are also composed dash by dash, in a second mask, `near`.
+A second mask, `near`, holds the maxima within the margin of a pixel.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from experiments.pathfinder.rng import ONE, below, uniform
 from experiments.pathfinder.stamps import UNIT
 from experiments.pathfinder.tables import SEEDS, WEIGHT_UNIT
 
-TRIES = 3  # tries for a dash: "max_paddle_retrial" 2
-SNAKE_TRIES = 5  # tries for a distractor: "max_distractor_contour_retrial" 4
-TOUCHING = ceil(1.8 * UNIT)  # the sum of two masks at which two dashes are too close
-DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # the sum of weights below which a snake cannot continue
-LEAST_FREE = 0.01  # free share of the image below which no distractor begins
+TRIES = 3  # for a dash: "max_paddle_retrial" 2
+SNAKE_TRIES = 5  # for a distractor: "max_distractor_contour_retrial" 4
+TOUCHING = ceil(1.8 * UNIT)  # two dashes are too close
+DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # a snake cannot continue
+LEAST_FREE = 0.01  # no distractor begins
 PHASES = np.stack([np.sin(np.arange(360) * np.pi / 180), np.cos(np.arange(360) * np.pi / 180)], axis=1)
 
 
 @compiled
 def merge(mask, y, x, stamp):
-    """mask = max(mask, stamp), the stamp centred at (y, x) and cut at the border."""
+    """The stamp is centred at (y, x) and cut at the border."""
     size, radius = mask.shape[0], stamp.shape[0] // 2
     left, right = max(0, x - radius), min(size, x + radius + 1)
     for row in range(max(0, y - radius), min(size, y + radius + 1)):
-        # With rows as separate arrays the compiler processes 16 pixels at a time.
+        # With separate rows the compiler processes 16 pixels at a time.
         here, there = mask[row, left:right], stamp[row - y + radius, left - x + radius : right - x + radius]
         for column in range(len(here)):
             here[column] = max(here[column], there[column])
@@ -43,7 +42,7 @@ def merge(mask, y, x, stamp):
 
 @compiled
 def touches(mask, y, x, stamp):
-    """Whether mask + stamp reaches TOUCHING anywhere."""
+    """mask + stamp reaches TOUCHING."""
     size, radius = mask.shape[0], stamp.shape[0] // 2
     left, right = max(0, x - radius), min(size, x + radius + 1)
     greatest = np.int16(0)
@@ -56,13 +55,11 @@ def touches(mask, y, x, stamp):
 
 @compiled
 def margin_of(t):
-    """Half the gap between dashes."""
     return (t.near_masks.shape[1] - t.masks.shape[1]) // 2
 
 
 @compiled
 def greatest_near(mask, y, x, disc):
-    """The mask dilated by a disc, at one pixel."""
     size = mask.shape[0]
     greatest = mask[y, x]
     for pixel in range(len(disc)):
@@ -74,13 +71,12 @@ def greatest_near(mask, y, x, disc):
 
 @compiled
 def set_snake(snake, start_y, start_x, y, x, heading):
-    """Set the five values of a snake, one by one, because numba takes seconds to compile an assignment to a slice."""
+    """One by one: numba takes seconds to compile an assignment to a slice."""
     snake[0], snake[1], snake[2], snake[3], snake[4] = start_y, start_x, y, x, heading
 
 
 @compiled
 def note(dashes, number, snake):
-    """Store a snake's last dash as entry `number` of a list."""
     dashes[number, 0], dashes[number, 1], dashes[number, 2] = snake[2], snake[3], snake[4]
 
 
@@ -93,7 +89,7 @@ def overwrite(mask, other):
 
 @compiled
 def framed(size, padding):
-    """A mask that is empty except for its border."""
+    """Empty except for its border."""
     mask = np.zeros((size, size), np.int16)
     for y in range(size):
         for x in range(size):
@@ -104,7 +100,7 @@ def framed(size, padding):
 
 @compiled
 def seed_from(tail_y, tail_x, heading, size, t, snake):
-    """Begin a snake at a tail. Returns whether its dash and the gap before it lie in the image."""
+    """Returns whether the dash and the gap before it lie in the image."""
     head_y = ceil(tail_y + t.seed_head[heading, 0])
     head_x = ceil(tail_x + t.seed_head[heading, 1])
     start_y = ceil(head_y + t.seed_start[heading, 0])
@@ -115,7 +111,7 @@ def seed_from(tail_y, tail_x, heading, size, t, snake):
 
 @compiled
 def extend(rng, snake, mask, near, t, cumulative):
-    """Add a dash to a snake, and its last dash to the mask. Returns whether it fits. cumulative: scratch, int64 [K]"""
+    """Returns whether it fits. cumulative: scratch, int64 [K]"""
     size, margin = mask.shape[0], margin_of(t)
     last_y, last_x, heading = snake[2], snake[3], snake[4]
     y, x = ceil(snake[0] + t.step[heading, 0]), ceil(snake[1] + t.step[heading, 1])
@@ -126,7 +122,7 @@ def extend(rng, snake, mask, near, t, cumulative):
         if weight and 0 <= head_y < size and 0 <= head_x < size:
             if margin <= min(head_y, head_x) and max(head_y, head_x) < size - margin:
                 taken = near[head_y, head_x]
-            else:  # dashes cross the image's border; `near` holds values there, the mask does not
+            else:  # dashes cross the image's border
                 taken = greatest_near(mask, head_y, head_x, t.disc)
             # Negative if the mask overshoots 1, as in the original's sums.
             total += (UNIT - taken) * weight
@@ -149,7 +145,7 @@ def extend(rng, snake, mask, near, t, cumulative):
 
 @compiled
 def seed_targets(rng, size, seed_distance, t, snakes):
-    """Begin the two target snakes. snakes: int64 [2, 5]"""
+    """snakes: int64 [2, 5]"""
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
         first_y, last_y = t.room[heading, 0], t.room[heading, 1]
@@ -174,19 +170,17 @@ def seed_targets(rng, size, seed_distance, t, snakes):
 
 @compiled
 def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, near, dashes):
-    """Draw pairs of target snakes until one pair succeeds; a failed pair leaves no trace.
+    """Until a pair succeeds; a failed pair leaves no trace.
 
-    mask, near: int16 [size, size], overwritten.
-    dashes: int64 [2 * length, 3], y, x and heading; the first snake's, then the other's.
-    Returns the number of drawn pairs, or 0 if none of `most_attempts` succeeded.
+    mask, near: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading. Returns the number of
+    drawn pairs, or 0 if none of `most_attempts` succeeded.
     """
     size = mask.shape[0]
-    # Every pixel has the border's next one straight ahead.
     empty, empty_near = framed(size, padding), framed(size, padding + margin_of(t))
     snakes = np.empty((2, 5), np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     reach = t.near_masks.shape[1] // 2
-    first, last = 0, size  # rows written by the pair before
+    first, last = 0, size
     for attempt in range(1, most_attempts + 1):
         if not seed_targets(rng, size, seed_distance, t, snakes):
             continue
@@ -215,10 +209,7 @@ def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, ne
 
 @compiled
 def choose_free(rng, mask, kernel, scratch):
-    """A pixel drawn uniformly from those whose kernel covers no occupied pixel, or (-1, -1).
-
-    With one bit per pixel, a kernel of dozens of pixels is tested at 64 positions at a time.
-    """
+    """Uniformly from the pixels whose kernel covers no occupied pixel, or (-1, -1), 64 positions at a time."""
     occupied, taken, whole = scratch.occupied, scratch.taken, scratch.whole
     words, size = occupied.shape
     if pack(mask, scratch.row, occupied) < LEAST_FREE * size * size:
@@ -250,7 +241,7 @@ def choose_free(rng, mask, kernel, scratch):
 
 @compiled
 def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
-    """Draw one short snake into the masks. Returns whether it fits; if not, the masks are invalid."""
+    """Returns whether it fits; if not, the masks are invalid."""
     size = mask.shape[0]
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
@@ -275,7 +266,7 @@ def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
 
 @compiled
 def draw_distractors(rng, wanted, length, t, mask, near, dashes):
-    """Draw short snakes while they fit, and return their number. dashes: int64 [wanted * length, 3]"""
+    """While they fit; returns their number. dashes: int64 [wanted * length, 3]"""
     snake = np.empty(5, np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     before, near_before = np.empty_like(mask), np.empty_like(near)

@@ -1,8 +1,7 @@
 """The small pictures that compose an image: lines, their surroundings, markers.
 
-Every picture is drawn at twice the resolution and halved with a Lanczos filter, in floating point. Values overshoot a
-little above 1 and below 0, as in the release. They are stored as integers, so that images are equal on every CPU and
-GPU.
+Every picture is drawn at twice the resolution and halved with a Lanczos filter. Values overshoot a little, as in the
+release. They are integers, so that images are equal on every CPU and GPU.
 """
 
 from __future__ import annotations
@@ -17,20 +16,19 @@ from scipy.ndimage import binary_dilation
 
 from experiments.pathfinder.geometry import disc, move
 
-UNIT = 8192  # the integer for 1.0; the largest contrast, 2 with 20 % overshoot, fits into 16 bits
-FINER = 2  # resolution of the drawing relative to the picture ("antialias_scale")
-LANCZOS_REACH = 3  # pixels over which a value spreads when a picture is halved
+UNIT = 8192  # 1.0; the largest contrast, 2 with 20 % overshoot, fits into 16 bits
+FINER = 2  # "antialias_scale"
+LANCZOS_REACH = 3  # pixels over which a value spreads
 
 
-@lru_cache(maxsize=4096)  # the folds of a size share their dashes
+@lru_cache(maxsize=4096)
 def dash(angle: float, length: int, thickness: float, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A dash from the middle of a picture in the given direction, and the area within a margin of it.
+    """From the middle of a picture, and the area within a margin of it.
 
     Both float64 [n, n], n = 2 * (length + ceil(thickness) + margin) + 1, in 0..1 except for the overshoot.
     """
     radius = length + ceil(thickness) + margin
     side, middle = 2 * radius + 1, FINER * radius
-    # This side makes the filter's scale a little less than 2: (4r + 1) / (2r + 1).
     drawing = Image.new("F", (FINER * (side - 1) + 1,) * 2, 0)
     end_y, end_x = np.ceil(middle + move(np.float64(angle), FINER * length))
     ends = [(middle, middle), (int(end_x), int(end_y))]
@@ -41,12 +39,12 @@ def dash(angle: float, length: int, thickness: float, margin: int) -> tuple[NDAr
 
 
 def shrink(drawing: NDArray[np.float32], side: int) -> NDArray[np.float64]:
-    """A square drawing in 0..255 as a smaller one in 0..1. float64 [side, side]"""
+    """From 0..255 to 0..1. float64 [side, side]"""
     return np.asarray(Image.fromarray(drawing).resize((side, side), Image.Resampling.LANCZOS), np.float64) / 255
 
 
 def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
-    """The picture in units of 1 / UNIT; raises ValueError if a value exceeds 16 bits."""
+    """In units of 1 / UNIT; raises ValueError above 16 bits."""
     if picture.max() * UNIT > np.iinfo(np.int16).max:
         raise ValueError(f"a contrast must be at most 3; got a picture of brightness {picture.max():.1f}")
     return np.rint(picture * UNIT).astype(np.int16)
@@ -56,8 +54,7 @@ def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
 def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
     """Markers for every position in an image. int16 [w, w, w, w]: y and x of the centre in the window, then the window
 
-    The window follows the marker but stays inside the image, because the filter gives remaining pixels more weight at
-    the border. Elsewhere the window is so wide that the marker does not reach its borders.
+    The window stays inside the image, because the filter gives remaining pixels more weight at the border.
     """
     width = marker_window(size, marker_radius)
     pictures = np.empty((width, width, width, width), np.int16)
@@ -70,5 +67,5 @@ def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
 
 
 def marker_window(size: int, marker_radius: float) -> int:
-    """The side of a marker's picture: odd, unless it is the whole image's."""
+    """Odd, unless it is the whole image's."""
     return min(size, 2 * (ceil(marker_radius) + 2 * LANCZOS_REACH + 1) + 1)

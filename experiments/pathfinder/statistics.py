@@ -1,5 +1,3 @@
-"""Statistics of images and drawings, for comparison with the original generator."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ class Estimate:
     error: float
 
     def __str__(self) -> str:
-        """The mean with as many digits as its error supports, and the error.
+        """As many digits as the error supports, and the error.
 
         >>> str(Estimate(13.7234, 0.031))
         '13.723 ± 0.031'
@@ -35,7 +33,6 @@ def estimate(values: NDArray[np.generic]) -> Estimate:
     return Estimate(float(values.mean()), float(values.std()) / sqrt(len(values)))
 
 
-# name: description
 COLUMNS = {
     "attempts": "pairs of target snakes drawn for an accepted one",
     "distractors": "placed",
@@ -65,7 +62,7 @@ def statistics(vectors: Vectors) -> dict[str, Estimate]:
 
 
 def pixel_statistics(images: NDArray[np.uint8]) -> dict[str, NDArray[np.float64]]:
-    """The columns that need only the images, uint8 [n, size, size]. float64 [n] each"""
+    """Of images uint8 [n, size, size]. float64 [n] each"""
     return {
         "mean": images.mean(axis=(1, 2)) / 255,
         "deviation": images.std(axis=(1, 2)) / 255,

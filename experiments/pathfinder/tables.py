@@ -1,5 +1,3 @@
-"""The tables for drawing snakes, computed once for each parameters and margin."""
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -14,7 +12,7 @@ from experiments.pathfinder.geometry import SEED_ANGLES, circle, disc, move, rev
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.stamps import dash, markers, quantise
 
-WEIGHT_UNIT = 2**20  # weights are multiples of its inverse, so that sums are exact in any order
+WEIGHT_UNIT = 2**20  # sums are exact in any order
 SEEDS = len(SEED_ANGLES)
 
 
@@ -52,7 +50,7 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=16)
 def tables(parameters: Parameters, margin: int) -> Tables:
-    """Raises ValueError for parameters with which no target snake can begin."""
+    """Raises ValueError if no target snake can begin with these parameters."""
     turns = circle(parameters.dash_length + margin)
     headings = all_headings(turns)
     _, drawn = dashes(parameters, margin)
@@ -61,7 +59,7 @@ def tables(parameters: Parameters, margin: int) -> Tables:
     usable = np.array([seen_from_every_corner(kernel) for kernel in kernels])
     if not (usable & (room[:, 1] >= room[:, 0]) & (room[:, 3] >= room[:, 2])).any():
         raise ValueError(f"no target snake can begin within an image with {parameters} and margin {margin}")
-    # The original counts a pixel above 1.3 as free again; none may reach 1.3.
+    # The original counts a pixel above 1.3 as free again.
     if drawn.max() > 1.3:
         raise ValueError(f"the surroundings of a dash overshoot 1.3 with {parameters} and margin {margin}")
     weights = turning_weight(headings[:, None], headings[None, SEEDS:], parameters.continuity)
@@ -84,28 +82,28 @@ def tables(parameters: Parameters, margin: int) -> Tables:
 
 
 def all_headings(turns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The angle of every heading: whole degrees, then the turns. float64 [360 + K]"""
+    """Whole degrees, then the turns. float64 [360 + K]"""
     return np.concatenate([SEED_ANGLES, np.arctan2(turns[:, 0], turns[:, 1])])
 
 
 def drawn_angles(turns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The angle at which the dash of each heading is drawn: a first dash from its tail, others back from their head."""
+    """A first dash from its tail, others back from their head."""
     headings = all_headings(turns)
     return np.concatenate([headings[:SEEDS], reverse(headings[SEEDS:])])
 
 
 def dashes(parameters: Parameters, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The line of every heading and its surroundings. Both float64 [360 + K, n, n]"""
+    """The line of every heading and its surroundings, float64 [360 + K, n, n]"""
     angles = drawn_angles(circle(parameters.dash_length + margin)).tolist()
     drawn = [dash(angle, parameters.dash_length, parameters.thickness, margin) for angle in angles]
     return np.stack([line for line, _ in drawn]), np.stack([area for _, area in drawn])
 
 
 def seed_kernels(areas: NDArray[np.float64], parameters: Parameters, margin: int) -> list[NDArray[np.int64]]:
-    """For every first dash, the pixels around its tail that must be free. int64 [k, 2] each
+    """Pixels around the tail of a first dash that must be free. int64 [k, 2] each
 
-    The area's values are truncated to integers, which keeps values of at least 1. The original puts the dash one pixel
-    right of and below the middle of its window, and the window cuts it: the pixels differ a little from the dash's.
+    Values are truncated, and the original puts the dash one pixel right of and below the middle of a window that cuts
+    it.
     """
     reach = parameters.dash_length + margin
     offsets = [np.argwhere(area >= 1) - area.shape[0] // 2 + 1 for area in areas]
@@ -115,14 +113,14 @@ def seed_kernels(areas: NDArray[np.float64], parameters: Parameters, margin: int
 def seen_from_every_corner(kernel: NDArray[np.int64]) -> bool:
     """Whether, from every corner of an image, some pixel of a kernel lies inside the image.
 
-    If not, OpenCV's dilation returns the smallest number, the original treats the whole image as occupied, and the
-    snake fails: 83 % of the directions at 32 pixels, 72 % at 64, none at 128 and 256.
+    If not, OpenCV's dilation returns the smallest number, the original treats the image as occupied, and the snake
+    fails: 83 % of the directions at 32 pixels, 72 % at 64, none at 128 and 256.
     """
     return all(((y * kernel[:, 0] <= 0) & (x * kernel[:, 1] <= 0)).any() for y in (-1, 1) for x in (-1, 1))
 
 
 def seed_room(kernel: NDArray[np.int64], parameters: Parameters) -> tuple[int, int, int, int]:
-    """The rectangle of tails whose kernel stays within the central square, out of the border of 2 * seed_distance."""
+    """The rectangle of tails whose kernel stays within the central square."""
     if not len(kernel):
         return 0, -1, 0, -1
     first = max(2 * parameters.seed_distance, parameters.padding)
@@ -133,14 +131,14 @@ def seed_room(kernel: NDArray[np.int64], parameters: Parameters) -> tuple[int, i
 
 @lru_cache(maxsize=16)
 def lines(parameters: Parameters, margin: int) -> NDArray[np.int16]:
-    """The dashes' pictures, of targets and of distractors, in units of 1 / UNIT. int16 [2, 360 + K, n, n]"""
+    """In units of 1 / UNIT. int16 [2, 360 + K, n, n]"""
     drawn, _ = dashes(parameters, margin)
     return np.stack([quantise(parameters.target_contrast * drawn), quantise(parameters.distractor_contrast * drawn)])
 
 
 @lru_cache(maxsize=16)
 def digest(parameters: Parameters) -> str:
-    """A fingerprint of all stamps, because another version of Pillow might draw other images."""
+    """Another version of Pillow might draw other images."""
     found = blake2b(digest_size=8)
     for margin in parameters.margins:
         found.update(tables(parameters, margin).masks.tobytes())

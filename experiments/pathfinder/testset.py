@@ -1,4 +1,4 @@
-"""The test sets: 20,000 images for each fold, with a seed that no training uses, in files with known hashes.
+"""The test sets: 20,000 images for each fold, in files with known hashes.
 
 <folder>/pathfinder128-cl14-generated-20000-seed1000000000000000000.safetensors
 """
@@ -18,15 +18,10 @@ from experiments.training.reading import read_json
 IMAGES = 20_000
 HASHES = Path(__file__).parent / "testsets.json"
 NAMES = {(128, 14): "Path-X", (256, 14): "Path-256"}
-BEYOND = {(512, 14): "Path-512"}  # not a fold of the arena
+BEYOND = {(512, 14): "Path-512"}
 
 
 def title(size: int, contour: int) -> str:
-    """The name of a fold in results.
-
-    >>> title(128, 14)
-    'LRA-parameter generated Path-X'
-    """
     if (size, contour) in BEYOND:
         return f"extrapolated {BEYOND[size, contour]}"
     name = NAMES.get((size, contour), f"Pathfinder-{size}, contour length {contour}")
@@ -47,11 +42,8 @@ def test_set(
     record: bool = False,
     hashes: Path = HASHES,
 ) -> Path:
-    """The file of a fold, written if missing, and checked.
-
-    record: record the hash of a fold that has none. Raises ValueError if the hash differs from the recorded hash, or
-        none is recorded.
-    """
+    """Written if missing, and checked. record: record the hash of a fold that has none. Raises ValueError for another
+    hash."""
     settings = settings_of(size, contour)
     path = generate(settings, folder, workers=workers, progress=progress)
     known: dict[str, str] = read_json(hashes, "the hashes of test sets") if hashes.is_file() else {}

@@ -1,4 +1,4 @@
-"""Images as vectors: a list of dashes for each image, in one file with the images' parameters."""
+"""Images as vectors: lists of dashes, in one file with the parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from experiments.training.reading import checked, reading
 from experiments.training.tensor_files import contents
 
 KIND = "generated Pathfinder images as vectors"
-FORMAT = 1  # increase it when the meaning of the arrays changes
+FORMAT = 1  # increase it when the arrays change
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,27 @@ class Vectors:
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """The indices of the targets' dashes, in order along the snake. int64 [n, 2, contour_length]"""
+        """In order along the snake. int64 [n, 2, contour_length]"""
         length = self.parameters.contour_length
         return self.starts[:-1, None, None] + np.arange(2 * length).reshape(2, length)
 
     @property
     def distractors(self) -> NDArray[np.int64]:
-        """The number of distractors of every image. int64 [n]"""
+        """int64 [n]"""
         dashes = np.diff(self.starts) - 2 * self.parameters.contour_length
         return dashes // self.parameters.distractor_length
 
     @property
     def tips(self) -> NDArray[np.int64]:
-        """The two ends of the two targets. int64 [n, snake, first or last, (y, x)]"""
+        """int64 [n, snake, first or last, (y, x)]"""
         length = self.parameters.contour_length
         ends = np.array([[0, length - 1], [length, 2 * length - 1]])
         return self.places[self.starts[:-1, None, None] + ends].astype(np.int64)
 
-    # Computed once for all images, because rendering repeatedly reads some hundreds at a time.
+    # Rendering reads some hundreds at a time.
     @cached_property
     def markers(self) -> NDArray[np.int64]:
-        """The centres of the two markers, the first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
+        """The first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
         image, tips = np.arange(len(self)), self.tips
         last = np.where(self.labels == 1, self.marked, 1 - self.marked)
         return np.stack([tips[image, self.marked, 0], tips[image, last, 1]], axis=1)
@@ -95,7 +95,6 @@ def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> V
 
 
 def join(parts: Sequence[Vectors]) -> Vectors:
-    """Images with the same parameters and seed, concatenated."""
     if not parts:
         raise ValueError("parts must hold at least one element")
     sources = {(part.parameters, part.seed) for part in parts}
@@ -109,12 +108,11 @@ def join(parts: Sequence[Vectors]) -> Vectors:
 
 
 def place_type(parameters: Parameters) -> type[np.unsignedinteger]:
-    """The smallest integer type for a coordinate."""
     return np.uint8 if parameters.size <= 256 else np.uint16
 
 
 def save(vectors: Vectors, path: Path) -> None:
-    """Write a safetensors file; it exists only when complete."""
+    """The safetensors file exists only when complete."""
     arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
     about = {
         "kind": KIND,
@@ -125,16 +123,15 @@ def save(vectors: Vectors, path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(arrays, unfinished, metadata={"about": json.dumps(about)})  # one entry: several have no fixed order
-    unfinished.chmod(0o644)  # safetensors makes the file private
+    save_file(arrays, unfinished, metadata={"about": json.dumps(about)})  # several have no fixed order
+    unfinished.chmod(0o644)
     os.replace(unfinished, path)
 
 
 def load(path: Path) -> Vectors:
     """Read a file of `save`.
 
-    Raises FileNotFoundError, and ValueError if the file is of another kind, is damaged, or was drawn with another
-    Pillow's stamps, which would render other images.
+    Raises FileNotFoundError, and ValueError if the file is damaged, of another kind, or of another Pillow's stamps.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
@@ -174,7 +171,7 @@ def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
 
 
 def check_values(path: Path, vectors: Vectors) -> None:
-    """Raises ValueError if rendering would fail or the ground truth would be wrong."""
+    """Raises ValueError for values that cannot be rendered, or a wrong ground truth."""
     p, n = vectors.parameters, len(vectors)
     starts, places, headings = vectors.starts, vectors.places, vectors.headings
     each = (vectors.labels, vectors.marked, vectors.margins, vectors.attempts)
@@ -190,7 +187,6 @@ def check_values(path: Path, vectors: Vectors) -> None:
         raise ValueError(f"{path} is damaged: it has impossible labels, marked snakes or margins")
     if len(places) and places.max() >= p.size:
         raise ValueError(f"{path} is damaged: it has dashes outside the image")
-    # The number of headings depends on the margin.
     known = np.zeros(256, np.int64)
     known[list(p.margins)] = [len(tables(p, margin).step) for margin in p.margins]
     if (headings >= np.repeat(known[vectors.margins], np.diff(starts))).any():

@@ -2,6 +2,5 @@
 
 from experiments.pathx.cli import app
 
-# Worker processes import this file too.
 if __name__ == "__main__":
     app()

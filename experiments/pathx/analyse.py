@@ -41,11 +41,10 @@ def analyse(
     stream: Stream,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Write the analysis of a model on the folds of some stages; maps and masks are of the last stage.
+    """On the folds of some stages; maps and masks are of the last one.
 
-    file_of: the test set of a stage.
-    examples: the number of attention maps, half of them of connected images if possible. Raises ValueError if a model
-        without attention should have maps.
+    file_of: the test set of a stage. examples: attention maps, half of them of connected images. Raises ValueError for
+    maps of a model without attention.
     """
     if examples and not isinstance(model, PathModel):
         raise ValueError("a U-Net has no attention maps; pass --examples 0")
@@ -80,7 +79,6 @@ def analyse(
 def draw_map(
     model: PathModel, config: Config, stage: Stage, vectors: Vectors, index: int, out: Path, device: torch.device
 ) -> None:
-    """The attention maps of one image, over its drawn pixels."""
     recipe = recipe_for(config, replace(stage, background="drop"))
     batch = on_device(pack_vectors(recipe, vectors, index, index + 1), recipe.layers, device, config.registers)
     tokens = attention_maps.marker_tokens(batch, vectors.markers[index])
@@ -130,5 +128,4 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def percent(part: float | None) -> str:
-    """A share in percent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f} %"

@@ -1,4 +1,4 @@
-"""Attention maps: the attention of an image's markers, layer by layer, drawn over the image."""
+"""The attention of an image's markers, layer by layer, drawn over the image."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from experiments.pathx.model.classifier import PathModel
 
 @torch.no_grad()
 def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor:
-    """The attention weights of some tokens of a packed batch, averaged over heads: fp32 [layers, queries, N].
+    """Averaged over heads: fp32 [layers, queries, N].
 
-    queries: tokens in stored order, like the weights. The weights are computed in fp32 from the model's q and k and
-        from these rows of the layer's mask.
+    queries: tokens in stored order. In fp32, from the model's q and k and these rows of the layer's mask.
     """
     model.eval()
     found: list[Tensor] = []
@@ -40,7 +39,7 @@ def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor
 
 
 def marker_tokens(batch: Batch, centres: NDArray[np.int64]) -> list[int]:
-    """The tokens nearest to pixels (y, x), int64 [n, 2], of a batch of one packed image."""
+    """Nearest to pixels (y, x), int64 [n, 2], of a batch of one image."""
     y, x = batch.y[0].cpu().long(), batch.x[0].cpu().long()
     is_pixel = ((batch.ids[0] >= 0) & (batch.ids[0] < LEVELS)).cpu()
     apart = [(y - int(row)) ** 2 + (x - int(column)) ** 2 for row, column in centres]
@@ -48,10 +47,9 @@ def marker_tokens(batch: Batch, centres: NDArray[np.int64]) -> list[int]:
 
 
 def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[str], title: str, path: Path) -> None:
-    """Write a PNG: the image, then the weights over it for each layer and marker, each scaled to its maximum.
+    """The image, then the weights for each layer and marker, each scaled to its maximum.
 
-    image: uint8 [size, size].
-    weights: [layers, markers, N].
+    image: uint8 [size, size]. weights: [layers, markers, N].
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,5 +1,3 @@
-"""The command line: options only. The modules with the commands' names implement them; report.py prints."""
-
 from __future__ import annotations
 
 import time
@@ -15,7 +13,7 @@ from experiments.measurements import Run, add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.strokes import ORIGINAL, STYLES
 from experiments.pathfinder.testset import IMAGES, test_set
-from experiments.pathx import rendering_table, throughput, weights
+from experiments.pathx import images_plot, rendering_table, throughput, weights
 from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
@@ -130,7 +128,7 @@ def train(
     with short_errors():
         require_single_process("experiments.pathx train")
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before any file is written
+            tensorboard.writer_class()  # may raise
         if resume:
             folder = folder_to_resume(
                 out, preset=preset, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite
@@ -257,7 +255,6 @@ def evaluate(
 
 
 def run_of_test(place: torch.device, config: Config) -> Run:
-    """This test, as the record of a seed."""
     return current_run(place, command_line("experiments.pathx", without=LOCAL), seed=config.seed)
 
 
@@ -278,7 +275,6 @@ def testset(
 
 
 def made_test_set(size: int, contour: int, folder: Path, workers: int | None, record: bool = False) -> Path:
-    """The checked test set, made with a progress bar if missing."""
     with counting_bar(console, f"Test set of {size} pixels, {contour} dashes", IMAGES) as progress:
         return test_set(size, contour, folder, workers=workers or None, progress=progress, record=record)
 
@@ -326,6 +322,20 @@ def table_command(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     say(text)
+
+
+@app.command("plot")
+def plot_command(
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = RESULTS / "images.png",
+) -> None:
+    """Plot accuracy over images seen, of every stored run on Path-X from class labels: transformers and the U-Net."""
+    with short_errors():
+        found = images_plot.curves(RESULTS)
+        images_plot.plot(found, out)
+    for each in found:
+        tested = "-" if each.tested is None else f"{100 * each.tested:.2f} %"
+        say(f"{each.name}: {tested} after {each.seen:,} images")
+    console.print(f"Plot: {out}", soft_wrap=True)
 
 
 @app.command()

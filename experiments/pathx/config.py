@@ -1,5 +1,3 @@
-"""The settings of a run: model, curriculum and training."""
-
 from __future__ import annotations
 
 import json
@@ -24,24 +22,24 @@ CONTOURS = tuple(range(SHORTEST, LONGEST + 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of a curriculum. It ends after its minutes, its steps or at its accuracy, whichever comes first."""
+    """One stage; it ends after its minutes, its steps or at its accuracy."""
 
-    size: int  # pixels along a side
-    contour: int  # dashes of a path, in training and validation
-    tokens: int  # a step; a batch holds as many images as fit
+    size: int
+    contour: int  # dashes
+    tokens: int  # a step
     lr: float  # peak learning rate
     minutes: float | None = None  # minutes of training
     steps: int | None = None
-    until: float | None = None  # accuracy on the latest images that ends the stage
-    warmup: int = 100  # steps over which the learning rate rises
-    schedule: str = "constant"  # after the warm-up; a cosine falls to 0 at the end of the minutes or steps
-    background: str = "drop"  # "drop": black pixels are not tokens; "keep": all pixels are
-    layers: str | None = None  # the masks of this stage, if they differ from the run's
-    also: tuple[int, ...] = ()  # further path lengths in training, used in turns
-    images: int | None = None  # distinct training images of each length, drawn with replacement; None: all fresh
+    until: float | None = None  # on the latest images
+    warmup: int = 100  # steps
+    schedule: str = "constant"  # after the warm-up
+    background: str = "drop"  # "keep": black pixels are tokens, too
+    layers: str | None = None  # if they differ from the run's
+    also: tuple[int, ...] = ()  # further path lengths in training, in turns
+    images: int | None = None  # distinct training images of each length; None: all fresh
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "also", tuple(self.also))  # JSON has a list
+        object.__setattr__(self, "also", tuple(self.also))
         for name, value, allowed in (
             ("size", self.size, SIZES),
             ("contour", self.contour, CONTOURS),
@@ -67,14 +65,11 @@ class Stage:
 
     @property
     def contours(self) -> tuple[int, ...]:
-        """The path lengths of training images, used in turns."""
         return (self.contour, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunSettings):
-    """One training run. Settings, code and device determine the result."""
-
     curriculum: tuple[Stage, ...] = ()
     model: str = setting(
         "attention",
@@ -180,11 +175,9 @@ class Config(RunSettings):
                 )
 
     def layers_of(self, stage: Stage) -> tuple[Relation, ...]:
-        """The relation of every layer in a stage; empty without attention."""
         return parse_layers(stage.layers or self.layers) if self.model == "attention" else ()
 
     def _check_without_attention(self) -> None:
-        """Raises ValueError for settings that need attention."""
         defaults = {each.name: each.default for each in fields(self)}
         for name in OF_ATTENTION:
             if getattr(self, name) != defaults[name]:
@@ -194,7 +187,6 @@ class Config(RunSettings):
                 raise ValueError(f"a stage must have no layers with model unet, which has no masks; got {stage.layers}")
 
     def _most_tokens(self, stage: Stage) -> int:
-        """The largest number of tokens of an image in a stage."""
         if stage.background == "keep":
             return stage.size**2 + (self.block if self.registers else 0)
         return most_tokens(stage.size)
@@ -206,43 +198,40 @@ def distinct_drawings(stages: tuple[Stage, ...]) -> int:
 
 
 def most_tokens(size: int) -> int:
-    """The maximum number of tokens of an image with this many pixels along a side, without its background."""
-    # The fullest have 18 % of 128 x 128, 5 % of 256 x 256 and 2 % of 512 x 512 pixels.
+    """Of an image with this many pixels along a side, without its background."""
+    # The fullest: 18 % of 128 x 128, 5 % of 256 x 256 and 2 % of 512 x 512 pixels.
     return min(size**2, 4096 if size <= 256 else 6144)
 
 
-# Settings that need attention.
 OF_ATTENTION = (
     "layers", "heads", "head_dim", "dropout", "intensity", "positions", "registers", "auxiliary", "hidden", "compiled",
 )  # fmt: skip
 
-# Settings that may change on resume, because they do not affect the weights.
+# They do not affect the weights.
 FREE_ON_RESUME = (
     "device", "compiled", "recorded", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
 )  # fmt: skip
 
 
-# The behaviour of runs from before these settings existed.
+# Of runs from before these settings.
 BEFORE: dict[str, Any] = {"intensity": "rows", "renderings": False, "floor": 1}
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The settings as plain values for a JSON file."""
     return asdict(config)
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The settings from the plain values of `as_dict`, also of older runs with fewer settings."""
+    """Also of older runs with fewer settings."""
     return Config(**{**BEFORE, **values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
+    """Raises ValueError if the settings chosen now would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 
 def curriculum_from(path: Path) -> tuple[Stage, ...]:
-    """The stages of a JSON file: a list of objects with the fields of Stage."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no curriculum {path}")
     known = ", ".join(sorted(each.name for each in fields(Stage)))
@@ -251,7 +240,7 @@ def curriculum_from(path: Path) -> tuple[Stage, ...]:
 
 
 def stretched(curriculum: tuple[Stage, ...], minutes: float) -> tuple[Stage, ...]:
-    """The same curriculum with its minutes scaled to a given sum; raises ValueError if a stage has no minutes."""
+    """To these minutes; raises ValueError for a stage without minutes."""
     if minutes <= 0 or any(stage.minutes is None for stage in curriculum):
         raise ValueError("--minutes must be more than 0, and needs a curriculum whose stages all have minutes")
     factor = minutes / sum(stage.minutes or 0.0 for stage in curriculum)

@@ -1,7 +1,6 @@
 """Curricula by name. Minutes are for one H100.
 
-An easier stage ends early at its accuracy, and its remaining minutes are not used. 64 pixels with 14 dashes are left
-out, because these images cost the generator more than Path-X and teach less.
+An easier stage ends early at its accuracy. 64 pixels with 14 dashes cost the generator more than Path-X and teach less.
 """
 
 from __future__ import annotations
@@ -19,38 +18,37 @@ def _stage(size: int, contour: int, **more: Any) -> Stage:
     return Stage(**{"size": size, "contour": contour, "tokens": 128 * _K, "lr": _LR, "warmup": 50, **more})
 
 
-# Short paths first, then larger images, then longer paths. Dashes have 5 pixels from 64 pixels on, but gaps double from
-# 64 to 128, so the size changes while paths are short. Images of 32 pixels, whose dashes have 2 pixels, teach nothing.
-# A stage that ends before anything is learned does not help the next one. All stages have the same number of tokens a
-# step, so that everything is compiled only once.
+# Short paths first, then larger images, then longer paths. Gaps double from 64 to 128 pixels, so the size changes while
+# paths are short. Images of 32 pixels teach nothing. All stages have the same number of tokens a step, so everything is
+# compiled once.
 _BEGINNING = (
     _stage(64, 6, minutes=4.0, until=0.94, warmup=200),
     _stage(128, 6, minutes=4.0, until=0.94),
 )
 
 CURRICULA: dict[str, tuple[Stage, ...]] = {
-    # A check on a CPU with a small model; README.md has the command.
+    # A check on a CPU; README.md has the command.
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
-    # The same in two minutes with the start and the validation; see PRESETS.
+    # In two minutes; see PRESETS.
     "cpu": (_stage(32, 6, tokens=3 * _K, minutes=1.3, schedule="cosine", lr=2e-3),),
-    # Path-X: 128 pixels, 14 dashes. A last stage of 14 alone forgets the shorter paths.
+    # A last stage of 14 alone forgets the shorter paths.
     "pathx": (
         *_BEGINNING,
         _stage(128, 9, minutes=7.0, until=0.94),
         _stage(128, 14, also=(14, 9, 6), minutes=15.0, schedule="cosine"),
     ),
-    # The same in 4,000 steps, which are enough with pixel labels.
+    # In 4,000 steps, enough with pixel labels.
     "two-minutes": (
         _stage(64, 6, steps=700, warmup=200),
         _stage(128, 6, steps=250),
         _stage(128, 9, steps=450),
         _stage(128, 14, steps=2600, schedule="cosine"),
     ),
-    # From the weights of a model for Path-X trained on one rendering (--initial).
+    # From a model for Path-X trained on one rendering (--initial).
     "renderings": (_stage(128, 14, also=(14, 9, 6), minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
     "renderings-256": (_stage(256, 14, minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
-    # From class labels only: paths of three dashes first, whose markers are two gaps apart, then longer paths. A stage
-    # begins when the one before is learned. Train over several sessions (--pause-after, --resume).
+    # From class labels only: paths of three dashes first, whose markers are two gaps apart. A stage begins when the one
+    # before is learned.
     "label-free": (
         _stage(64, 3, minutes=6.0, until=0.95, warmup=500),
         _stage(64, 4, also=(3,), minutes=6.0, until=0.95),
@@ -60,7 +58,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95),
         _stage(128, 14, also=(14, 9, 6), minutes=12.0, schedule="cosine"),
     ),
-    # The same from 160,000 images of each length in every stage, the size of the arena's training set.
+    # From 160,000 images of each length, the size of the arena's training set.
     "label-free-160000": (
         _stage(64, 3, minutes=6.0, until=0.95, warmup=500, images=160_000),
         _stage(64, 4, also=(3,), minutes=6.0, until=0.95, images=160_000),
@@ -88,38 +86,35 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(256, 6, also=(9,), minutes=5.0, until=0.95),
         _stage(256, 14, also=(9,), minutes=12.0, schedule="cosine"),
     ),
-    # From the weights of a model for Path-256: 262,144 pixels.
+    # 262,144 pixels; from a model for Path-256.
     "path512": (
         _stage(512, 9, minutes=4.0, until=0.94),
         _stage(512, 14, minutes=10.0, schedule="cosine"),
     ),
     "path512-all": (
-        # Three images a step.
         _stage(512, 14, tokens=768 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
     ),
-    # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), for example with --layers
-    # "tiles:16*5,butterfly:8*4", because dense layers would take most of the time.
+    # All 16,384 pixels are tokens. From a model for Path-X (--initial), for example with --layers
+    # "tiles:16*5,butterfly:8*4".
     "pathx-all": (_stage(128, 14, minutes=7.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),),
-    # Path-256: paths are relatively shorter there, so 128 pixels with 9 dashes lead to it. From a model for Path-X the
-    # stages of 64 and 128 pixels take seconds.
+    # Paths are relatively shorter, so 128 pixels with 9 dashes lead to it.
     "path256": (
         *_BEGINNING,
         _stage(128, 9, minutes=7.0, until=0.94),
         _stage(256, 9, minutes=5.0, until=0.94),
         _stage(256, 14, minutes=10.0, schedule="cosine"),
     ),
-    # From the weights of "path256": all 65,536 pixels.
+    # All 65,536 pixels; from the weights of "path256".
     "path256-all": (
         _stage(256, 14, tokens=256 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
     ),
-    # To compare masks: the same minutes for each, from random weights.
+    # To compare masks, from random weights.
     "compare": (
         _stage(64, 6, minutes=1.25, warmup=200),
         _stage(64, 9, minutes=1.25, schedule="cosine"),
     ),
 }
 
-# Curricula with the other settings of a run: how to try everything on a CPU.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cpu": (
         "cpu",
@@ -133,14 +128,14 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def preset_of(name: str) -> tuple[str, dict[str, Any]]:
-    """The curriculum's name and the settings of a preset; raises ValueError for an unknown one."""
+    """Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {name!r}")
     return PRESETS[name]
 
 
 def curriculum(name: str) -> tuple[Stage, ...]:
-    """The curriculum with a name, or from a JSON file; raises ValueError or FileNotFoundError if it is missing."""
+    """By name or from a JSON file; raises ValueError or FileNotFoundError."""
     if name in CURRICULA:
         return CURRICULA[name]
     if not name.endswith(".json"):

@@ -1,5 +1,3 @@
-"""The accuracy of a trained model on a test set, compared with the stored result."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,16 +26,14 @@ from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 
-LRA_CONTOUR = 14  # dashes of a path in the arena's tasks
+LRA_CONTOUR = 14  # of the arena's tasks
 TASKS = {128: "path-x", 256: "path-256", 512: "path-512"}
-SIGMAS = 3.0  # the maximum difference from a stored accuracy, in standard errors
+SIGMAS = 3.0  # from a stored accuracy, in standard errors
 
 
 def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
-    """The test stage of a model: its last stage, with another size or contour length if given.
-
-    Masks and background come from the last stage of this size, or else from the last stage.
-    """
+    """The last stage, with another size or contour length if given; masks and background from the last stage of this
+    size."""
     last = config.curriculum[-1]
     size = size or last.size
     same = [stage for stage in config.curriculum if stage.size == size]
@@ -46,29 +42,22 @@ def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
 
 
 def recipe_for(config: Config, stage: Stage) -> Recipe:
-    """The recipe of test batches, with about as many tokens as a training step."""
+    """With about as many tokens as a training step."""
     return replace(recipe_of(replace(config, curriculum=(stage,)), 0), pixel_labels=False, hidden=0.0)
 
 
 def pack_from_file(recipe: Recipe, file: Path, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of a file."""
     return pack_vectors(recipe, vectors_of(file), first, last)
 
 
 @lru_cache(maxsize=2)
 def vectors_of(file: Path) -> Vectors:
-    """The images of a file, read once in each process."""
     return load_vectors(file)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model, its test stage, and its device.
-
-    config: the model's.
-    stream: makes the batches.
-    device: the model's.
-    """
+    """stream: makes the batches."""
 
     model: nn.Module
     config: Config
@@ -83,10 +72,9 @@ class Evaluation:
         images: int,
         progress: Callable[[int], None] = lambda images: None,
     ) -> Scores:
-        """The model's scores on the first `images` images of a source.
+        """On the first `images` images of a source.
 
         pack: makes a batch from a recipe, the source, and the first image and the end, perhaps in another process.
-        progress: called with the number of scored images.
         """
         recipe = recipe_for(self.config, self.stage)
         self.model.to(self.device)
@@ -94,10 +82,7 @@ class Evaluation:
         return score(self.model, batches, recipe.layers, self.config, self.device, progress)
 
     def result(self, scores: Scores, file: Path | None, task: str | None = None) -> dict[str, Any]:
-        """The result as plain values, with the standard error of the accuracy.
-
-        file: the test set; None for released images, which `task` names.
-        """
+        """With the standard error. file: the test set; None for released images, which `task` names."""
         stage, config = self.stage, self.config
         count = len(scores.labels)
         return {
@@ -123,7 +108,7 @@ class Evaluation:
 
 
 def trained_as(stage: Stage, config: Config, about: dict[str, Any]) -> tuple[str, str, str]:
-    """The parts of a record's names that say which model was tested: the task, its supervision, its layers."""
+    """The parts of names: task, supervision, layers."""
     task = TASKS.get(stage.size, f"{stage.size}-pixels") + ("" if stage.contour == LRA_CONTOUR else f"-{stage.contour}")
     labels = "pixel-labels" if of_model(about)["labels"] != 0.0 else "labels-alone"
     way = slug((stage.layers or config.layers).replace(",", " ")) if config.model == "attention" else config.model
@@ -131,7 +116,6 @@ def trained_as(stage: Stage, config: Config, about: dict[str, Any]) -> tuple[str
 
 
 def measurements_of(found: dict[str, Any], cost: dict[str, Any], named: tuple[str, str, str]) -> list[Measurement]:
-    """A result, and the cost of the model's training: pathx/TASK/WHAT/SUPERVISION/LAYERS."""
     task, where, way = named
     cost_of = {"minutes": (cost["minutes"], "minutes"), "images": (cost["images"] / 1e6, "million images")}
     return [
@@ -144,7 +128,7 @@ def measurements_of(found: dict[str, Any], cost: dict[str, Any], named: tuple[st
 
 
 def accuracy_of(name: str, found: dict[str, Any]) -> Measurement:
-    """An accuracy, whose spread is the standard error of its test until there are several seeds."""
+    """Its spread is the standard error until there are several seeds."""
     settings = {"images": found["images"], "spread": "standard error of one run's test"}
     return Measurement(name, 100 * found["accuracy"], found["error"] / found["accuracy"], "%", settings)
 
@@ -160,7 +144,7 @@ def training_images(config: Config) -> str:
 
 
 def baselines(stage: Stage) -> str:
-    """The stored accuracies of rules that trace nothing and of a small 2-D CNN; empty if none are stored."""
+    """Empty if none are stored."""
     cnn = stored(parameters_of(stage.size, stage.contour).name)
     if cnn is None:
         return ""
@@ -172,7 +156,7 @@ def key_of(stage: Stage) -> str:
 
 
 def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
-    """Write a result into the file beside the weights; raises ValueError unless it covers the whole test set."""
+    """Raises ValueError unless the result covers the whole test set."""
     if found["images"] != IMAGES:
         raise ValueError(f"only results of all {IMAGES} images are stored; this one is of {found['images']}")
     note = weights.beside(path)
@@ -181,6 +165,5 @@ def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
 
 
 def agrees(found: dict[str, Any], stored: dict[str, Any]) -> bool:
-    """Whether an accuracy on some images is consistent with the stored result."""
     error = standard_error(stored["accuracy"], found["images"])
     return abs(found["accuracy"] - stored["accuracy"]) <= SIGMAS * error

@@ -1,7 +1,6 @@
 """Training steps on packings, as one CUDA graph where possible.
 
-The host launches the kernels of a step more slowly than the GPU runs them. The graph contains masks, losses, gradients
-and clipping. The optimiser's step stays outside: it has few kernels, and its learning rate changes.
+The graph contains masks, losses, gradients and clipping. The optimiser's step stays outside: its learning rate changes.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from experiments.training.steps import Steps
 def steps_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, config: Config, device: torch.device
 ) -> Steps[Packed, Batch]:
-    """The training steps of a stage: a CUDA graph if the settings allow and the device is a GPU.
+    """A CUDA graph if the settings allow and the device is a GPU.
 
-    U-Net steps are never recorded. A graph has room for the maximum number of images, ten times as many as in a batch
-    of Path-X. A transformer's work depends on tokens, but convolutions would read all of these images.
+    Not for a U-Net: convolutions would read all images that a graph has room for, ten times a batch's.
     """
     objective = objective_of(recipe.layers, config, device)
     if not (config.recorded and config.model == "attention" and device.type == "cuda"):

@@ -1,5 +1,3 @@
-"""The losses of a batch: for its answers, and for pixel classes or hidden grey levels."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,8 +16,6 @@ from experiments.training.steps import Objective, Outcome, autocast
 
 
 def objective_of(layers: Sequence[Relation], config: Config, device: torch.device) -> Objective[Packed, Batch]:
-    """The objective of a stage with the masks of these layers."""
-
     def moved(packed: Packed) -> Batch:
         return on_device(packed, layers, device, config.registers)
 
@@ -27,7 +23,6 @@ def objective_of(layers: Sequence[Relation], config: Config, device: torch.devic
 
 
 def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
-    """The loss to minimise, and the numbers to log."""
     logits, pixel_logits = forward(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device)
@@ -38,14 +33,14 @@ def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outc
 
 
 def asked_in(batch: Batch, *, hidden: bool) -> Tensor:
-    """The tokens with a second loss, bool [B, N]: the drawn pixels, or only the hidden ones."""
+    """bool [B, N]: the drawn pixels, or only the hidden ones."""
     if hidden and batch.pixel_labels is not None:
         return (batch.ids == HIDDEN) & (batch.pixel_labels > 0)
     return (batch.ids > 0) & (batch.ids < LEVELS)
 
 
 def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:
-    """The mean cross-entropy of pixel classes, from logits [B, N, classes], over the tokens in `asked` [B, N]."""
+    """Logits [B, N, classes], over the tokens in `asked` [B, N]."""
     if batch.pixel_labels is None:
         raise ValueError("the batch must have the classes of its pixels for the auxiliary loss; it has none")
     each = F.cross_entropy(logits.flatten(0, 1), batch.pixel_labels.flatten().long(), reduction="none")
@@ -53,7 +48,7 @@ def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """Logits [I, 2], and the logits of pixel classes or None, in fp32 or fp64."""
+    """Logits of images [I, 2], and of the pixels' classes or None, in fp32 or fp64."""
     with autocast(batch.ids.device, config.precision):
         logits, pixel_logits = model(batch)
     if logits.dtype == torch.bfloat16:

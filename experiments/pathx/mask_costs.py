@@ -1,5 +1,3 @@
-"""The cost and the reach of each layer's mask, on one image."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +11,6 @@ from sparseflash.analysis import density, layers_to_full_reach, reach
 
 
 def in_base_order(batch: Batch, layer: int) -> BlockMask:
-    """A layer's mask over the live tokens of a batch of one image, in stored order."""
     mask, order = batch.masks[layer].canonical(), batch.layer_orders[layer]
     if order != BASE:
         mask = mask.permute(batch.orders[order].inverse)
@@ -22,13 +19,11 @@ def in_base_order(batch: Batch, layer: int) -> BlockMask:
 
 
 def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
-    """For each layer: the shares of live and of computed scores, and the reach of the layers up to it.
+    """batch: of one packed image.
 
-    batch: of one image, packed.
-
-    Returns for each layer density (live scores), tiles (scores of live tiles, which a kernel computes), reached (pairs
-    of tokens of which one influences the other after this layer) and layers_alone (the number of layers with only this
-    mask after which every token reaches every other, None for never).
+    For each layer density (live scores), tiles (computed scores), reached (pairs where one token influences the other
+    after this layer) and layers_alone (layers with only this mask after which every token reaches every other, or
+    None).
     """
     if batch.images != 1:
         raise ValueError(f"the batch must be of one image; got {batch.images}")
@@ -43,7 +38,7 @@ def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
             "mask": relation.name,
             "order": relation.order,
             "density": density(masks[number]).score_share,
-            "tiles": density(batch.masks[number].canonical()).tile_share,  # in the layer's order, as the kernel runs it
+            "tiles": density(batch.masks[number].canonical()).tile_share,  # as the kernel runs it
             "reached": reach(masks[: number + 1]).density,
             "layers_alone": alone[relation.name],
         })  # fmt: skip

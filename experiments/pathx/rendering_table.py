@@ -1,6 +1,6 @@
-"""The accuracy of a model on the same images in every rendering; see experiments/pathfinder/rendering.py.
+"""The accuracy of a model on the same images in every rendering.
 
-The images come from the second renderer, plain_render.py, which no training uses.
+Drawn by the second renderer, plain_render.py, which no training uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HEAD = "| rendering | right | of | accuracy | said connected |"
 
 
 def pack_rendered(recipe: Recipe, file: Path, name: str, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of a file in the named rendering. Noise depends only on the image's number."""
+    """Noise depends only on the image's number."""
     vectors = vectors_of(file)
     images = [
         plain_render(vectors, index, RENDERINGS[name], np.random.default_rng(index)) for index in range(first, last)
@@ -45,10 +45,9 @@ def table(
     report: Callable[[Row], None] = lambda row: None,
     progress: Callable[[int], None] = lambda images: None,
 ) -> dict[str, Any]:
-    """A row for each rendering of the first images of a file, with all facts needed to judge and repeat them.
+    """A row for each rendering.
 
-    report: called with every row at once.
-    progress: called with the number of scored images, over all renderings.
+    report: called with every row. progress: called with the number of scored images.
     """
     stage, config = evaluation.stage, evaluation.config
     rows: list[Row] = []
@@ -78,12 +77,10 @@ def table(
 
 
 def measurements_of(found: dict[str, Any], named: tuple[str, str, str]) -> list[Measurement]:
-    """The accuracies as measurements: pathx/renderings/RENDERING/MODEL."""
     return [accuracy_of(f"pathx/renderings/{slug(row['rendering'])}/{'-'.join(named)}", row) for row in found["rows"]]
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
-    """Write the table to a folder, as a page and as JSON."""
     write_text(folder / "renderings.md", markdown(found))
     write_json(folder / "renderings.json", found)
 
@@ -111,12 +108,10 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def spread(found: dict[str, Any]) -> str:
-    """The spread of the renderings' accuracies, in words."""
     return f"From best to worst: {100 * found['worst_below_best']:.1f} points"
 
 
 def background(found: dict[str, Any]) -> str:
-    """The treatment of the background, in words."""
     if found["background"] == "keep":
         return "all pixels are tokens"
     return "black pixels left out" if found["floor"] == 1 else f"levels below {found['floor']} left out"

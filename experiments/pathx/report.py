@@ -1,5 +1,3 @@
-"""Printed output of the commands."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,6 @@ from experiments.training.session import print_resuming
 
 
 def announcing(console: Console, stages: tuple[Stage, ...]) -> Callable[[Record], None]:
-    """A listener that prints a line when a stage begins."""
     begun: set[int] = set()
 
     def listen(record: Record) -> None:
@@ -30,7 +27,6 @@ def announcing(console: Console, stages: tuple[Stage, ...]) -> Callable[[Record]
 
 
 def print_paused(console: Console, state: StagedState, stage: Stage, folder: Path) -> None:
-    """Print where a run has been paused, and how to resume it."""
     console.print(
         f"Paused at step {state.step}, in stage {state.stage + 1} ({stage.name}), after "
         f"{state.images:,} images and {state.seconds / 60:.1f} minutes"
@@ -39,7 +35,6 @@ def print_paused(console: Console, state: StagedState, stage: Stage, folder: Pat
 
 
 def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
-    """Print the cost of a finished run, and its validation accuracy."""
     cost = note["cost"]
     console.print(
         f"{note['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
@@ -51,7 +46,6 @@ def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], baselines: str) -> None:
-    """Print the result of a test, and the baselines on the same images."""
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
@@ -63,7 +57,6 @@ def print_evaluated(console: Console, found: dict[str, Any], baselines: str) -> 
 
 
 def print_stored(console: Console, stored: dict[str, Any], *, same: bool) -> None:
-    """Print the stored result, and whether it agrees within the error."""
     console.print(
         f"Stored: {percent(stored['accuracy'])} on {stored['images']:,}; "
         + ("the same within the error." if same else "[red]they differ.[/red]")
@@ -71,14 +64,13 @@ def print_stored(console: Console, stored: dict[str, Any], *, same: bool) -> Non
 
 
 def print_case(console: Console, found: dict[str, Any], *, costs: int) -> None:
-    """Print a measured case of `probe`, with its `costs` costliest kernels."""
     shown = {name: _short(value) for name, value in found.items() if name != "costs"}
     console.print(json.dumps(shown), soft_wrap=True)
     for cost in found.get("costs", [])[:costs]:
         console.print(
             f"{cost['ms']:9.3f} ms  {cost['calls']:6.1f} calls  {cost['name'][:100]}",
             highlight=False,
-            markup=False,  # names have brackets
+            markup=False,
             soft_wrap=True,
         )
 

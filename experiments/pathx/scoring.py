@@ -1,5 +1,3 @@
-"""A model's answers on images."""
-
 from __future__ import annotations
 
 import math
@@ -18,11 +16,11 @@ from experiments.pathx.masks.relations import Relation
 
 
 class Scores(NamedTuple):
-    """The answers for n images, on the CPU."""
+    """For n images, on the CPU."""
 
-    chances: Tensor  # float64 [n], the probability of "connected"
+    chances: Tensor  # float64 [n], of "connected"
     labels: Tensor  # int64 [n]
-    loss: float  # mean cross-entropy, nats
+    loss: float  # nats
 
     @property
     def right(self) -> Tensor:
@@ -35,12 +33,12 @@ class Scores(NamedTuple):
 
 
 def standard_error(accuracy: float, count: int) -> float:
-    """The standard error of an accuracy on `count` images.
+    """On `count` images.
 
     >>> round(standard_error(0.9, 100), 3), round(standard_error(1.0, 8), 3)
     (0.03, 0.125)
 
-    At least the error of one wrong image: a few images without a wrong answer do not prove perfection.
+    With no wrong image, the error for one.
     """
     return math.sqrt(max(accuracy * (1 - accuracy), 1 / count) / count)
 
@@ -54,11 +52,11 @@ def score(
     device: torch.device,
     progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """The answers for all images of some packings. progress: called with the number of scored images."""
+    """Of some packings. progress: called with the number of scored images."""
     model.eval()
     logits, labels = [], []
     for packed in packings:
-        with torch.inference_mode(False):  # masks are cached, and training may use them too
+        with torch.inference_mode(False):  # training may use the cached masks
             batch = on_device(packed, layers, device, config.registers)
         logits.append(forward(model, batch, config)[0])
         labels.append(batch.labels)

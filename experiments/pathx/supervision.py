@@ -1,6 +1,6 @@
-"""The supervision of a model beside the answers, in its run or in earlier runs.
+"""The supervision of a model beside the answers, in its run or in earlier ones.
 
-Every result states it; in model files its key is "helped".
+In model files its key is "helped".
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any
 
 from experiments.pathx.config import Config
 
-# "labels": the weight of pixel labels; "hidden": the share of hidden pixels; None: unknown.
+# "labels": weight of pixel labels; "hidden": share of hidden pixels; None: unknown.
 Supervision = dict[str, float | None]
 
 
 def of_run(config: Config, before: dict[str, Any] | None) -> Supervision:
-    """The supervision of a run and of earlier runs: the maximum weight and share."""
+    """The maximum of this and earlier runs."""
     own = {"labels": 0.0 if config.hidden else config.auxiliary, "hidden": config.hidden}
     return own if before is None else {name: largest(value, _earlier(before)[name]) for name, value in own.items()}
 
@@ -23,24 +23,23 @@ def of_model(about: dict[str, Any]) -> Supervision:
     if "helped" in about:
         found: Supervision = about["helped"]
         return found
-    # Older files have only their own labels' weight; earlier runs had no other supervision.
+    # Older files have only their own labels' weight.
     earlier = 0.0 if about.get("initial") is None else _earlier(about["initial"])["labels"]
     return {"labels": largest(about["auxiliary"], earlier), "hidden": 0.0}
 
 
 def _earlier(before: dict[str, Any]) -> Supervision:
-    """The supervision of earlier runs, from the run's record."""
     found: Supervision = before.get("helped", {"labels": None, "hidden": 0.0})
     return found
 
 
 def largest(value: float, earlier: float | None) -> float | None:
-    """The larger value; None if unknown, because an unknown value may be more than 0."""
+    """None if unknown."""
     return max(value, earlier) if earlier is not None else value or None
 
 
 def described(supervision: Supervision) -> str:
-    """The supervision in words; empty for none.
+    """Empty for none.
 
     >>> described({"labels": 0.5, "hidden": 0.15})
     'pixel labels (weight 0.5), 15 % of the pixels hidden and named'

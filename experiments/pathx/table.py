@@ -1,4 +1,4 @@
-"""A table of results beside published systems: accuracy, parameters, images and minutes."""
+"""A table of results beside published systems."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ HEAD = [
     "parameters", "images seen at the task's size or below", "compute",
 ]  # fmt: skip
 
-SIZES = (128, 256, 512)  # of the three tasks, in column order
+SIZES = (128, 256, 512)
 
-NO_TRACING = "distance and end dashes"  # one of shortcuts.RULES, which is slow to import
+NO_TRACING = "distance and end dashes"  # one of shortcuts.RULES
 
-# No published system has a result for Path-512. Their training data beside the method: the class of an image, all
-# pixels, in rows, of 160,000 files.
+# The method, then training data: the class of an image, all pixels, in rows, of 160,000 files.
 _PLAIN = ["-", "class", "kept"]
 
-# The papers' figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
+# Figures of the papers, on the arena's files; sources in ../pathfinder/README.md.
 PUBLISHED: list[list[str]] = [
     ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", *_PLAIN, "learned, from Path-64's", "rows", "dense",
      "160,000 files", "-", "64M to 96M", "not stated"],
@@ -49,10 +48,7 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The models below a folder with stored results: names, and the contents of the file beside the weights.
-
-    The weights themselves may be missing: their results stay in the table.
-    """
+    """Names, and the contents of the files beside the weights, which may be missing."""
     found = []
     for path in sorted(folder.rglob("*.json")):
         with reading(path, "JSON, as all such files where models lie"):
@@ -63,17 +59,11 @@ def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def with_error(found: dict[str, Any]) -> str:
-    """An accuracy and its standard error.
-
-    >>> with_error({"accuracy": 0.976, "error": 0.0011}), with_error({"accuracy": 0.9967, "error": 0.0004})
-    ('97.6 ± 0.1 %', '99.67 ± 0.04 %')
-    """
     digits = 1 if found["error"] >= 0.0005 else 2
     return f"{100 * found['accuracy']:.{digits}f} ± {100 * found['error']:.{digits}f} %"
 
 
 def cnn_rows(folder: Path | None = None) -> list[list[str]]:
-    """A row for each task with a stored result of a small 2-D CNN."""
     found = []
     for place, size in enumerate(SIZES):
         figure = stored(parameters_of(size, 14).name, folder)
@@ -92,7 +82,6 @@ def cnn_rows(folder: Path | None = None) -> list[list[str]]:
 
 
 def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcuts-512.md")) -> list[str]:
-    """The row of the better rule that traces nothing."""
     lines = [line for page in pages for line in page.read_text().splitlines()]
     measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     accuracies = {cells[0]: cells[3] for cells in measured if len(cells) > 3 and cells[2] == NO_TRACING}
@@ -101,9 +90,7 @@ def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcu
 
 
 def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
-    """The table: our results, one row for each model and background, without pixel labels first; small 2-D CNNs, by
-    default the stored ones; published results.
-    """
+    """Ours, one row for each model and background; small 2-D CNNs; published results."""
     ours = []
     for folder in folders:
         for name, note in found_below(folder):
@@ -115,20 +102,20 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                         tested[size] = found
                 if tested:
                     ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
-    ours.sort(key=lambda each: each[0])  # stable: otherwise by name
+    ours.sort(key=lambda each: each[0])  # otherwise by name
     return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
-    """The row of a model and a background. tested: its results by size."""
+    """tested: results by size."""
     accuracies = {size: with_error(found) for size, found in tested.items()}
     found, cost = next(iter(tested.values())), note["cost"]
     supervision = described(of_model(note))
-    # Results from before these settings existed are of models with the first of each.
+    # Older results are of the first of each.
     floor, renderings = found.get("floor", 1), found.get("renderings", "one")
     images = found.get("training_images", "fresh")
     left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
-    if found.get("model", "attention") == "unet":  # it reads whole images, with black for dropped pixels
+    if found.get("model", "attention") == "unet":  # black for dropped pixels
         left_out = "kept" if floor == 1 else f"levels below {floor} black"
         attention = ["-", "-", "U-Net, convolutions"]
     else:
@@ -146,11 +133,6 @@ def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, d
 
 
 def orders(layers: str) -> str:
-    """The orders of tokens in the layers.
-
-    >>> orders("tiles:16*5,dense*4"), orders("rows:2,dense@rows")
-    ('Hilbert', 'rows')
-    """
     names = {"hilbert": "Hilbert"}
     return ", ".join(dict.fromkeys(names.get(each.order, each.order) for each in parse_layers(layers)))
 
@@ -164,10 +146,10 @@ def markdown(lines: list[list[str]]) -> str:
         "curriculum. The columns from labels to images state the help that each system had. `class`: the answer only.",
         "`pixel labels`: the number of markers on each pixel's curve. `kept`: all pixels are tokens. Our rows without",
         "pixel labels come first. Published figures are on the arena's files, with the columns that the papers state.",
-        "* quoted by others, not read in the paper.",
+        "\\* quoted by others, not read in the paper.",
         "",
         "| " + " | ".join(lines[0]) + " |",
         "|" + "---|" * len(lines[0]),
-        *("| " + " | ".join(line) + " |" for line in lines[1:]),
+        *("| " + " | ".join(line).replace("*", r"\*") + " |" for line in lines[1:]),  # two would be emphasis
     ]
     return "\n".join(text) + "\n"

@@ -1,4 +1,4 @@
-"""The speed of training steps by size and masks, to plan a run."""
+"""The speed of training steps by size and masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.training.environment import device_name
 from experiments.training.optimizer import adamw
 from experiments.training.profiling import costs_of
 
-BATCHES = 2  # used in turns, so that consecutive steps have different masks
+BATCHES = 2  # consecutive steps have different masks
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,10 @@ class Case:
 def measured(
     case: Case, config: Config, tokens: int, device: torch.device, seconds: float, *, profiled: bool = False
 ) -> dict[str, Any]:
-    """Run steps for about this many seconds after two warm-up steps, on images made before. Times are in ms per step.
+    """Steps for about this many seconds after two to warm up. Times are in ms per step.
 
-    profiled: also measure the kernels of a step, as `costs`. In the result, masks_ms is the time to complete the masks
-    on the device, part of step_ms unless steps are CUDA graphs; tiles is the number of live tiles divided by the tiles
-    of the images' dense masks.
+    profiled: also kernels, as `costs`. In the result, masks_ms completes the masks on the device, part of step_ms but
+    for CUDA graphs; tiles is the share of live tiles.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)
     config = replace(config, curriculum=(replace(stage, layers=case.layers),), layers=case.layers)
@@ -65,7 +64,7 @@ def measured(
         while number < least or time.perf_counter() < until:
             packed = step(number)
             if number % 4 == 3:
-                synchronize(device)  # otherwise the clock would run ahead of the device
+                synchronize(device)
             number += 1
             yield packed
 
@@ -104,7 +103,7 @@ def measured(
 
 
 def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float:
-    """Live tiles divided by the tiles of the images' dense masks, mean over layers."""
+    """The share of live tiles, mean over layers."""
     blocks = (packed.blocks < packed.ids.size // packed.block).sum(1)
     if packed.tiles:
         return float(sum(len(packed.tiles[each.name].indices) for each in layers) / len(layers) / (blocks**2).sum())
@@ -113,7 +112,6 @@ def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float
 
 
 def table(found: list[dict[str, Any]], tokens: int) -> Table:
-    """The results of `measured` for some cases, with steps of this many tokens."""
     show = Table(title=f"{tokens:,} tokens a step, {found[0]['device'] if found else ''}")
     for column in ("px", "layers", "step ms", "masks ms", "tokens/s", "images/s", "tiles", "GB"):
         show.add_column(column, justify="left" if column == "layers" else "right")

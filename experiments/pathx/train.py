@@ -36,21 +36,16 @@ from experiments.training.window import Means
 
 @dataclass
 class StagedState(State):
-    """The progress of a run, over all its sessions."""
-
     stage: int = 0
     images: int = 0
     tokens: int = 0
-    # Right answers and numbers of images in groups of log_every steps, the stage's latest groups, oldest first.
+    # Right answers and images in groups of log_every steps, the stage's latest groups.
     recent: list[list[int]] = field(default_factory=list)
-    is_open: bool = False  # whether the last of `recent` has fewer than log_every steps
+    is_open: bool = False  # the last of `recent` is incomplete
 
 
 class Run(Trainer[Packed]):
-    """A training run in a folder, from its first step or from its newest checkpoint.
-
-    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set.
-    """
+    """Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set."""
 
     state: StagedState
     model: weights.Model
@@ -103,7 +98,7 @@ class Run(Trainer[Packed]):
             )
         own = self.model.state_dict()
         loaded = model.state_dict()
-        # The second head continues too, if it has the same classes.
+        # The second head continues too, with the same classes.
         kept = "tracer.weight" in own and "tracer.weight" in loaded
         kept = kept and own["tracer.weight"].shape == loaded["tracer.weight"].shape
         found = {name: tensor for name, tensor in loaded.items() if kept or not name.startswith("tracer.")}
@@ -116,9 +111,9 @@ class Run(Trainer[Packed]):
                 f"{path} must hold a model of the same layers, width, intensity and registers as this run's"
             )
         self.model.load_state_dict(own | found)
-        # Older weights count as one run, because all runs had the same images then.
+        # Older weights count as one run: all runs had the same images.
         runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)
-        training_seed(self.config.seed, runs)  # raises ValueError after too many runs
+        training_seed(self.config.seed, runs)
         return {"sha256": sha256(path), "runs": runs, "helped": of_model(about), **about["cost"]}
 
     def details(self) -> dict[str, Any]:
@@ -136,10 +131,9 @@ class Run(Trainer[Packed]):
         return f"lower the stage's lr, {self.plan.lr:g}"
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end of the curriculum, write the model, and return the values written beside it.
+        """To the end of the curriculum; returns the values written beside the model, or None if the run was paused.
 
-        Returns None if the run was paused and saved. A run that was already complete writes nothing, because its model
-        may have results.
+        A complete run writes nothing: its model may have results.
         """
         begun_at = self.state.step
         with self.session():
@@ -154,7 +148,6 @@ class Run(Trainer[Packed]):
         return self._write_model(path)
 
     def _train_stage(self, pause: Pause) -> bool:
-        """Train to the end of the stage. Returns False if the run was paused before."""
         # An older run continues with the images of its beginning.
         earlier = 0 if self.before is None else self.before.get("runs", 0)
         recipe = self._recipe = recipe_of(self.config, self.state.stage, earlier)
@@ -179,15 +172,15 @@ class Run(Trainer[Packed]):
         self.state.recent, self.state.is_open = [], False
 
     def progress(self) -> float:
-        """The finished share of the run, in stages and parts of stages."""
+        """In stages and parts of stages."""
         if self.state.stage == len(self.config.curriculum):
             return 1.0
         return (self.state.stage + min(1.0, self.stage_progress())) / len(self.config.curriculum)
 
     def is_reached(self) -> bool:
-        """Whether the stage's accuracy is reached. Images are fresh, so it is a test accuracy.
+        """Images are fresh, so it is a test accuracy.
 
-        It is checked only at multiples of log_every, so that pauses do not affect it.
+        At multiples of log_every, so that pauses do not affect it.
         """
         if self.state.is_open:
             return False
@@ -256,5 +249,5 @@ class Run(Trainer[Packed]):
 
 
 def saved_run(folder: Path) -> Config:
-    """The settings of the run in a folder; raises FileNotFoundError if the folder holds no run."""
+    """Raises FileNotFoundError if the folder holds no run."""
     return settings_as(folder / SETTINGS, lambda saved: from_dict(saved["config"]))

@@ -3,8 +3,8 @@
 model.safetensors   the weights in fp32, with the settings to build the model
 model.json          the SHA-256 of that file, the cost of training, and the results; see evaluate.py
 
-The weights in `experiments/results` are rounded to fp16. In model.json `stored` has the hash of the rounded file, and
-`sha256` the hash of the trained and tested weights, which later runs cite.
+The weights in `experiments/results` are rounded to fp16: `stored` has the hash of the rounded file, `sha256` of the
+tested weights, which later runs cite.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Model = PathModel | UNet
 
 
 def build(config: Config) -> Model:
-    """A model with these settings and with weights drawn from the run's seed, on the CPU."""
+    """Drawn from the run's seed, on the CPU."""
     torch.manual_seed(config.seed)
     if config.model == "unet":
         return UNet(config.width, config.mlp)
@@ -50,9 +50,8 @@ def build(config: Config) -> Model:
 
 
 def for_training(config: Config, device: torch.device) -> Model:
-    """The model on a device, with compiled layers if the settings say so."""
     model = build(config).to(device)
-    if config.compiled and isinstance(model, PathModel):  # the settings refuse a compiled U-Net
+    if config.compiled and isinstance(model, PathModel):
         model.compile_layers()
     return model
 
@@ -63,15 +62,15 @@ def save(path: Path, model: Model, config: Config, about: dict[str, Any]) -> Non
 
 
 def file_in(path: Path) -> Path:
-    """The file of weights: the path itself, or the file in a run's folder."""
+    """The path itself, or the file in a run's folder."""
     return path / "model.safetensors" if path.is_dir() else path
 
 
 def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[str, Any]]:
-    """The model in a file, its settings and its description, after checking the file's hash.
+    """Model, settings and description, after checking the hash.
 
-    expected: the SHA-256, by default from the file beside it. Raises FileNotFoundError if a file is missing, and
-        ValueError if the hash differs.
+    expected: the SHA-256, by default from the file beside it. Raises FileNotFoundError, and ValueError if the hash
+    differs.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -88,12 +87,10 @@ def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[s
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file of weights and the file beside it exist and belong together."""
     return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == hash_of(beside(path))
 
 
 def hash_of(note: dict[str, Any]) -> str:
-    """The SHA-256 of the file of weights beside a note."""
     return str(note.get("stored", note)["sha256"])
 
 

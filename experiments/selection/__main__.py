@@ -1,5 +1,3 @@
-"""Entry point of ``python -m experiments.selection``."""
-
 from experiments.selection.cli import app
 
 if __name__ == "__main__":

@@ -36,21 +36,34 @@ def compare(
         str | None, typer.Option(help="cpu or cuda.", show_default="cuda for the preset gpu, else cpu")
     ] = None,
     seed: int = 0,
+    steps: Annotated[int | None, typer.Option(help="Steps of each model, by default those of the preset.")] = None,
+    block: Annotated[
+        int | None, typer.Option(help="Tokens of a block; as many keys a query as the preset has.")
+    ] = None,
+    unmarked: Annotated[bool, typer.Option("--unmarked", help="Queries do not share an embedding.")] = False,
     record: Record = None,
 ) -> None:
     """Train models that choose blocks on associative recall, beside fixed patterns and dense attention."""
     with short_errors():
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
+        settings = PRESETS[preset].changed(block=block, marked=not unmarked, steps=steps)
         for each in way or ():
-            layer_of(each, PRESETS[preset].sizes)  # raises an error, if any, before anything is trained
+            layer_of(each, settings.sizes)  # raises an error, if any, before anything is trained
         place = find_device(device or ("cuda" if preset == "gpu" else "cpu"))
         out.mkdir(parents=True, exist_ok=True)
         results: list[dict[str, Any]] = []
         print(table(results), flush=True)
-        made = {"device": device_name(place), **versions(), "preset": preset, "seed": seed}
+        made = {
+            "device": device_name(place),
+            **versions(),
+            "preset": preset,
+            "seed": seed,
+            "block": settings.sizes.block,
+            "marked": settings.marked,
+        }
         for each in way or list(LAYERS):
-            results.append(train(each, PRESETS[preset], place, seed, _report))
+            results.append(train(each, settings, place, seed, _report))
             print(table(results[-1:]).splitlines()[-1], flush=True)
             # After each model, so that Ctrl-C or an error loses only the current one.
             write_json(out / "results.json", {**made, "results": results})

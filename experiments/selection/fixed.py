@@ -44,6 +44,6 @@ def strided(sizes: Sizes) -> BlockMask:
 
 
 def of_text(text: str, sizes: Sizes) -> BlockMask:
-    """A pattern of the library or of one's own, without keys after their query."""
+    """Any pattern, without keys after their query."""
     mask = mask_of_pattern(text, sizes.tokens, block=sizes.tile, heads=sizes.heads)
     return mask & masks.causal(sizes.tokens, block=(mask.block_q, mask.block_k))

@@ -21,13 +21,15 @@ class RecallModel(nn.Module):
     way: a name in LAYERS, or a pattern for `fixed.of_text`.
     alike: initialise the query projection with the key projection of its group, so that queries are nearest to pairs
         with their own key. Without it, no model learns recall among thousands of keys, dense attention included.
+    marked: all queries share the embedding of "no value"; otherwise it is zero. A choice by means of blocks prefers
+        blocks of queries that share something: see the README.
     """
 
-    def __init__(self, task: Recall, sizes: Sizes, way: str, *, alike: bool = False) -> None:
+    def __init__(self, task: Recall, sizes: Sizes, way: str, *, alike: bool = False, marked: bool = True) -> None:
         super().__init__()
         self.task, self.sizes = task, sizes
         self.keys = nn.Embedding(task.keys, sizes.width)
-        self.values = nn.Embedding(task.values + 1, sizes.width)
+        self.values = nn.Embedding(task.values + 1, sizes.width, padding_idx=None if marked else task.values)
         self.attention: Any = layer_of(way, sizes)
         self.attention.out = nn.Identity()  # the classifier reads the heads
         self.out = nn.Linear(sizes.heads * sizes.dim, task.values)

@@ -10,20 +10,18 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Sequences of key-value pairs, followed by queries, which have a key and no value."""
-
     keys: Tensor  # int64 [B, N]
-    values: Tensor  # int64 [B, N]; `Recall.values` at queries
-    answers: Tensor  # int64 [B, Q], the values of the last Q tokens
-    where: Tensor  # int64 [B, Q], the token with the answer
+    values: Tensor  # `Recall.values` at queries
+    answers: Tensor  # of the last Q tokens
+    where: Tensor  # the token with the answer
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Sequences of `tokens` tokens. The last `queries` of them ask for values of earlier tokens.
+    """The last `queries` of `tokens` tokens ask for values of earlier ones.
 
-    The queries of a block of `block` tokens ask for tokens in `spread` blocks, because neighbouring tokens of a text
-    often need the same passages. Keys are unique among the pairs.
+    The queries of a block ask for tokens in `spread` blocks, as neighbours in a text often need the same passages. Keys
+    are unique.
     """
 
     tokens: int = 256
@@ -43,7 +41,6 @@ class Recall:
             raise ValueError(f"keys must be at least as many as pairs, {pairs}; got {self.keys}.")
 
     def batch(self, count: int, generator: torch.Generator) -> Batch:
-        """`count` sequences on the generator's device."""
         device, pairs = generator.device, self.tokens - self.queries
 
         def drawn(stop: int, *shape: int) -> Tensor:

@@ -1,5 +1,3 @@
-"""The table and the picture of a comparison."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +7,6 @@ from experiments.measurements import Measurement, slug
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A Markdown table, one row for each model."""
     rows = ["| way | accuracy | right block read, by each head | by any head | tokens/s, training |", "|---" * 5 + "|"]
     for each in results:
         shares = (f"{100 * each[name]:.1f} %" for name in ("accuracy", "found", "found_by_any_head"))
@@ -18,21 +15,26 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def measurements_of(result: dict[str, Any]) -> list[Measurement]:
-    """The result of one model: recall/TOKENS/WHAT/WAY."""
+    """The result of one model: recall/TOKENS/WHAT/WAY, or recall-unmarked/ for queries without their common mark.
+
+    With blocks of another size than the task's, WAY ends with it.
+    """
     shares = {
         "right-answers": result["accuracy"],
         "best-of-measurements": max(point["accuracy"] for point in result["curve"]),
         "block-read-by-each-head": result["found"],
         "block-read-by-any-head": result["found_by_any_head"],
     }
-    tokens, way = result["settings"]["task"]["tokens"], slug(result["way"])
-    found = [Measurement(f"recall/{tokens}/{what}/{way}", 100 * share, None, "%") for what, share in shares.items()]
-    return [*found, Measurement(f"recall/{tokens}/training-speed/{way}", result["tokens_per_second"], None, "tokens/s")]
+    settings = result["settings"]
+    task, block = settings["task"], settings["sizes"]["block"]
+    of = f"recall{'' if settings['marked'] else '-unmarked'}/{task['tokens']}"
+    way = slug(result["way"]) + ("" if block == task["block"] else f"-blocks-of-{block}")
+    found = [Measurement(f"{of}/{what}/{way}", 100 * share, None, "%") for what, share in shares.items()]
+    return [*found, Measurement(f"{of}/training-speed/{way}", result["tokens_per_second"], None, "tokens/s")]
 
 
 def save_plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy and share of right blocks over the steps."""
-    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
+    from matplotlib.figure import Figure  # pyplot needs a display
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -43,5 +45,5 @@ def save_plot(results: list[dict[str, Any]], path: Path) -> None:
             panel.plot([p["step"] for p in curve], [p[name] for p in curve], label=each["way"], linewidth=1.5)
         panel.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         panel.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=8, loc="center right")  # where curves rarely are
+    panels[0].legend(frameon=False, fontsize=8, loc="center right")
     figure.savefig(path, dpi=150)

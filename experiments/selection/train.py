@@ -1,9 +1,7 @@
-"""Trains one model on recall, and tests it on new sequences."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from experiments.selection.recall import Recall
 from experiments.selection.sizes import Sizes
 from experiments.training.clock import Clock
 
-_TEST_SEED = 1 << 40  # disjoint from the training seeds
+_TEST_SEED = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,16 @@ class Settings:
     measure_every: int = 50
     test_batches: int = 4
     alike: bool = False
+    marked: bool = True
+
+    def changed(self, *, block: int | None = None, marked: bool = True, steps: int | None = None) -> Settings:
+        """Blocks of another size, as many keys a query; queries without their common mark; another number of steps."""
+        sizes = self.sizes
+        if block is not None:
+            if sizes.chosen * sizes.block % block:
+                raise ValueError(f"block must divide the {sizes.chosen * sizes.block} keys of a query; got {block}.")
+            sizes = replace(sizes, block=block, chosen=sizes.chosen * sizes.block // block)
+        return replace(self, sizes=sizes, marked=marked, steps=self.steps if steps is None else steps)
 
 
 PRESETS = {
@@ -45,9 +53,9 @@ def train(
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> dict[str, Any]:
-    """Accuracy, share of right blocks and tokens a second of one model, with its curve. `report` receives points."""
+    """Of one model, with its curve. `report` receives points."""
     torch.manual_seed(seed)
-    model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike).to(device)
+    model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike, marked=settings.marked).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
     generator = torch.Generator(device).manual_seed(seed)
     curve, clock, measuring = [], Clock(device), 0.0
@@ -81,9 +89,7 @@ def train(
 
 @torch.no_grad()
 def measure(model: RecallModel, settings: Settings, seed: int) -> dict[str, float]:
-    """On new sequences: the share of right answers, and the share of (query, head) pairs that read the block with the
-    answer.
-    """
+    """On new sequences: right answers, and (query, head) pairs that read the block with the answer."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(_TEST_SEED + seed)
     model.eval()

@@ -16,7 +16,7 @@ app = command_group("What writers of results need.")
 
 @app.callback()
 def main() -> None:
-    """Tools for writing results."""
+    pass
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Small files that are complete at every moment, even if the process is killed during writing."""
+"""Files that are complete at every moment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it over the old version."""
+    """Written under another name, then renamed."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
     os.replace(unfinished, path)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with equal columns, at least one row, below a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -28,5 +27,4 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain values as indented JSON."""
     write_text(path, json.dumps(value, indent=2) + "\n")

@@ -1,5 +1,3 @@
-"""The weights with the best validation accuracy so far."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,29 +10,27 @@ from experiments.training.weight_average import Weights, copied, exchanged
 
 
 class BestWeights:
-    """A copy of a model's parameters from its best validation; of equal validations, the first."""
+    """From the best validation; of equal ones, the first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: Weights = {}  # none before the first validation
         self.step, self.accuracy = 0, float("-inf")
-        self.offered = 0  # step of the last validation
+        self.offered = 0  # step
 
     def offer(self, step: int, accuracy: float) -> None:
-        """Keep the model's current weights if their accuracy is better."""
         self.offered = step
         if accuracy > self.accuracy:
             self.weights, self.step, self.accuracy = copied(self.model), step, accuracy
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the context, the model has the best weights."""
         with exchanged(self.model, self.weights):
             yield
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """Plain values for a checkpoint; None before the first validation."""
+        """None before the first validation."""
         return {"step": self.step, "accuracy": self.accuracy, "offered": self.offered} if self.weights else None
 
     def load(self, state: dict[str, Any] | None, weights: Weights) -> None:

@@ -29,6 +29,8 @@ def archives_in(folder: Path) -> list[Path]:
     """The archive itself, or all archives of books in a folder."""
     if folder.is_file():
         return [folder]
+    if not folder.is_dir():
+        raise FileNotFoundError(f"the data folder {folder} does not exist; {ADVICE}")
     found = sorted(folder.glob("books*.tar*"))
     if not found:
         raise FileNotFoundError(f"the data folder {folder} holds no archives of books; {ADVICE}")

@@ -6,7 +6,7 @@
         state.json                      step, seconds of training, the format, the number of processes, and values
                                         of the trainer
 
-A checkpoint is written under another name and renamed when complete. Incomplete copies of checkpoints are ignored.
+Written under another name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Progress:
-    step: int  # steps done
-    seconds: float  # of training, over all sessions
-    details: dict[str, Any] = field(default_factory=dict)  # further plain values of the trainer
+    step: int
+    seconds: float  # over all sessions
+    details: dict[str, Any] = field(default_factory=dict)
 
 
-RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains on a GPU
+RandomState = dict[str, Tensor]  # cpu, and cuda on a GPU
 
 
 def save(
@@ -54,13 +54,11 @@ def save(
     best: BestWeights | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint into the run's folder, then remove the others.
+    """Write a checkpoint, then remove the others.
 
-    random: the random states of all processes; None: only this process's state.
-    tensors: the result of `collected`, for a sharded model; None: collect them here.
+    random: of all processes; None: only of this one. tensors: the result of `collected`, for a sharded model.
 
-    An existing checkpoint of the same step keeps its tensors, but its state.json is written again, because the stage
-    may have changed.
+    A checkpoint of the same step keeps its tensors; state.json is written again, because the stage may have changed.
     """
     target = run / f"checkpoint-{progress.step:08}"
     random = random or [random_state(next(model.parameters()).device)]
@@ -100,10 +98,10 @@ def load(
     best: BestWeights | None = None,
     rank: int = 0,
 ) -> Progress:
-    """Load a checkpoint into a model and its optimiser, and set the random states of this process.
+    """Load a checkpoint, and set the random states of this process.
 
-    Additional processes get new random states. Raises ValueError if a checkpoint is damaged, lacks a file, lacks the
-    state of a parameter or process, or is of another model.
+    Additional processes get new random states. Raises ValueError if a checkpoint is damaged, incomplete, or of another
+    model.
     """
     lacking = missing(checkpoint)
     if lacking:
@@ -113,7 +111,7 @@ def load(
     if state.pop("format") != FORMAT:
         raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
     of_best = state.pop("best", None)
-    processes = state.pop("processes", 1)  # missing in older checkpoints
+    processes = state.pop("processes", 1)  # older checkpoints
     tensors: dict[str, Tensor] = {}
     for part in sorted(checkpoint.glob("part-*.safetensors")):
         tensors |= contents(part, "a part of a checkpoint")[0]
@@ -134,7 +132,7 @@ def load(
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
     kept = set().union(*optimizer_state.values())
     for index, name in names.items():
-        # Without this check the optimiser would silently start afresh for this parameter.
+        # Otherwise the optimiser would silently start afresh.
         if not kept or optimizer_state[index].keys() != kept:
             raise ValueError(f"{checkpoint} must have the optimiser's state of every parameter; {name} has none")
     parameters = dict(model.named_parameters())
@@ -165,7 +163,6 @@ def load(
 
 
 def random_state(device: torch.device) -> RandomState:
-    """The states of this process's random generators; each GPU has its own."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -173,20 +170,17 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, incomplete ones included."""
+    """Oldest first, incomplete ones included."""
     return sorted(run.glob("checkpoint-*"))
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+    """Complete ones, oldest first."""
     return [checkpoint for checkpoint in folders(run) if not missing(checkpoint)]
 
 
 def newest(run: Path) -> Path | None:
-    """The newest complete checkpoint; None if the run has no checkpoint.
-
-    Raises ValueError if all checkpoints are incomplete: starting afresh would lose the run.
-    """
+    """None if the run has no checkpoint. Raises ValueError if all are incomplete."""
     found, whole = folders(run), checkpoints(run)
     if found and not whole:
         raise ValueError(
@@ -197,7 +191,6 @@ def newest(run: Path) -> Path | None:
 
 
 def missing(checkpoint: Path) -> list[str]:
-    """The names of the files that a checkpoint lacks."""
     names = {path.name for path in checkpoint.glob("part-*-of-*.safetensors")}
     counts = {int(name.removesuffix(".safetensors").split("-")[-1]) for name in names} or {1}
     wanted = ["state.json", *(part_name(number, count) for count in counts for number in range(1, count + 1))]
@@ -205,7 +198,6 @@ def missing(checkpoint: Path) -> list[str]:
 
 
 def part_name(number: int, count: int) -> str:
-    """The name of a part's file; numbers start at 1."""
     return f"part-{number:02}-of-{count:02}.safetensors"
 
 
@@ -221,7 +213,7 @@ def collected(
     random: list[RandomState],
     best: BestWeights | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint on the CPU. If the model is sharded, all processes must call this together."""
+    """On the CPU. If the model is sharded, all processes call this together."""
     found = collect(model, optimizer, average, random, best)
     return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
 
@@ -233,7 +225,7 @@ def collect(
     random: list[RandomState],
     best: BestWeights | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint by name, in a fixed order."""
+    """By name, in a fixed order."""
     for name, tensor in model.state_dict().items():
         yield f"model.{name}", tensor
     if average is not None:
@@ -252,13 +244,12 @@ def collect(
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Maps the optimiser's index of each parameter to the model's name for it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[parameter] for index, parameter in enumerate(parameters)}
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with the prefix, with the prefix removed."""
+    """With the prefix removed."""
     start = f"{prefix}."
     return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}

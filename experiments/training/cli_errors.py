@@ -1,5 +1,3 @@
-"""Errors on the terminal."""
-
 from __future__ import annotations
 
 import os
@@ -15,14 +13,12 @@ _ABOUT_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirec
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Show errors that the user can correct in one line, others with their traceback.
-
-    The exit code is 2, as for refused options; 1 for a diverged training.
-    """
+    """Errors that the user can correct in one line, others with their traceback. The exit code is 2; 1 for a diverged
+    training."""
     try:
         yield
     except (ValueError, *_ABOUT_PATHS, FloatingPointError) as error:
-        rank = os.environ.get("RANK", "0")  # only the first process of torchrun reports
+        rank = os.environ.get("RANK", "0")
         who = "" if rank == "0" else f"process {rank}: "
         Console(stderr=True).print(Text.assemble((f"{who}Error: ", "red"), str(error)), soft_wrap=True)
         raise typer.Exit(1 if isinstance(error, FloatingPointError) else 2) from error

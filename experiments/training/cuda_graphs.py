@@ -1,7 +1,7 @@
-"""Training steps as CUDA graphs: all GPU work for the gradients of a batch, launched with one call.
+"""Training steps as CUDA graphs.
 
-A small model's step is about a thousand kernels, and the host launches them more slowly than the GPU runs them. A graph
-reads the same addresses at every replay, so a batch is first copied into static tensors.
+A small model's step is about a thousand kernels, which the host launches more slowly than the GPU runs them. A graph
+reads the same addresses, so a batch is first copied into static tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ Outer = TypeVar("Outer", covariant=True)
 
 
 class StaticInputs(Protocol[Inner, Outer]):
-    """Static tensors on the device; batches are copied into them."""
-
-    def fits(self, batch: Inner) -> bool:
-        """Whether the tensors are large enough for a batch."""
-        ...
+    def fits(self, batch: Inner) -> bool: ...
 
     def fill(self, batch: Inner) -> None:
-        """Copy a batch into the tensors, without waiting on the host."""
+        """Without waiting on the host."""
         ...
 
     def on_device(self) -> Outer:
-        """The argument of the losses, made from these tensors. Its operations become part of the graph."""
+        """The argument of the losses; its operations become part of the graph."""
         ...
 
 
@@ -39,9 +35,8 @@ class StaticInputs(Protocol[Inner, Outer]):
 class GraphInputs(Generic[Batch, OnDevice]):
     """Which graphs a trainer captures.
 
-    static: makes the static tensors of a graph, large enough for the batch and filled with it.
-    key: batches with equal keys share a graph. After `most` keys, batches with new keys run without a graph.
-    first: makes the batch that is captured first, from the first batch; it should need the most memory.
+    static: makes the tensors of a graph, filled with the batch. key: batches with equal keys share a graph; after
+    `most` keys, new ones run without. first: the batch that is captured first; it should need the most memory.
     """
 
     static: Callable[[Batch], StaticInputs[Batch, OnDevice]]
@@ -52,16 +47,14 @@ class GraphInputs(Generic[Batch, OnDevice]):
 
 @dataclass(frozen=True)
 class CapturedStep(Generic[Batch, OnDevice]):
-    """A captured step up to its gradients, and its input tensors."""
-
     inputs: StaticInputs[Batch, OnDevice]
     graph: GradientGraph
 
 
 class GraphSteps(Steps[Batch, OnDevice]):
-    """Like Steps, on one GPU, with a graph for each kind of batch. The next step overwrites an outcome's tensors.
+    """Like Steps, with a graph for each kind of batch. The next step overwrites an outcome's tensors.
 
-    pool: memory shared by the graphs, from `torch.cuda.graph_pool_handle()`; None: each graph has its own.
+    pool: memory shared by the graphs, from `torch.cuda.graph_pool_handle()`.
     """
 
     def __init__(
@@ -76,10 +69,9 @@ class GraphSteps(Steps[Batch, OnDevice]):
         super().__init__(model, optimizer, objective, device)
         self.inputs, self.pool = inputs, pool
         self.captured: dict[Hashable, CapturedStep[Batch, OnDevice]] = {}
-        self.places: list[Tensor] | None = None  # gradients of all graphs that share memory
+        self.places: list[Tensor] | None = None
 
     def _prepare(self, batch: Batch) -> None:
-        """Capture a step for batches like this one."""
         if not self.captured:
             if self.pool is not None:
                 self.places = [torch.empty_like(parameter) for parameter in self.model.parameters()]
@@ -94,12 +86,11 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
     def _capture(self, batch: Batch) -> None:
         key = self.inputs.key(batch)
-        self.captured.pop(key, None)  # frees the memory of the replaced graph
+        self.captured.pop(key, None)  # frees memory
         inputs = self.inputs.static(batch)
 
         def warm_up() -> None:
-            # A batch that adds to gradients follows a batch of the same shape that does not. So everything is compiled,
-            # and the graph of the first batch already holds the memory that this batch would need.
+            # A batch that adds to gradients follows one of the same shape that does not, so everything is compiled.
             batch = inputs.on_device()
             if not self.objective.adds(batch):
                 dry_run(self.model, self.objective.losses, batch, self.device)
@@ -123,13 +114,11 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
 
 class GradientGraph:
-    """A CUDA graph of `compute`, which must set the gradient of every parameter of the model.
+    """`compute` must set the gradient of every parameter.
 
-    warm_up: runs once before the capture, to compile and to initialise libraries.
-    pool: memory shared by graphs, from `torch.cuda.graph_pool_handle()`. Each replay overwrites the memory of the
-        others, results included. Capture the largest graph first; the others then fit into its memory.
-    gradients: tensors for the gradients of all graphs, one for each parameter; by default each graph has its own. Only
-        with these can `compute` add to the gradients of another graph.
+    warm_up: runs once before the capture. pool: from `torch.cuda.graph_pool_handle()`; each replay overwrites the
+    memory of the others, so capture the largest graph first. gradients: shared by all graphs, which `compute` may then
+    add to.
     """
 
     def __init__(
@@ -151,37 +140,36 @@ class GradientGraph:
         try:
             if gradients is not None:
                 for parameter, place in zip(model.parameters(), gradients, strict=True):
-                    parameter.grad = place  # `compute` adds to it or clears it
+                    parameter.grad = place
             with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool):
                 self._result = compute()
                 if gradients is not None:
                     move_gradients(model, gradients)
         finally:
-            torch.cuda.set_stream(current)  # a failed capture may have left another stream current
+            torch.cuda.set_stream(current)  # a failed capture may have left another
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def replay(self) -> Outcome:
-        """Launch the graph. The result's tensors and the gradients are the same objects every time."""
+        """The result's tensors and the gradients are the same objects every time."""
         self._graph.replay()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient  # another graph may have set its gradient
+            parameter.grad = gradient
         return self._result
 
 
 def copy_into(static: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor into a graph's static tensor, without waiting on the host."""
     pins = static.is_cuda and not tensor.is_cuda
     static.copy_(tensor.pin_memory() if pins else tensor, non_blocking=pins)
 
 
 def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
-    """Make these tensors, one for each parameter, the gradients of a model, and keep the current values."""
+    """The current values are kept."""
     found = [
         (parameter, place, parameter.grad)
         for parameter, place in zip(model.parameters(), places, strict=True)
         if parameter.grad is not None and parameter.grad is not place
     ]
-    if not found:  # the copy would refuse an empty list
+    if not found:
         return
     torch._foreach_copy_([place for _, place, _ in found], [gradient for _, _, gradient in found])
     for parameter, place, _ in found:

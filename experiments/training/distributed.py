@@ -26,50 +26,43 @@ from experiments.training.sharding import is_sharded
 
 T = TypeVar("T")
 
-# How long other processes wait while the first process reads data for the first time. If it dies, torchrun ends them.
+# While the first process reads data for the first time.
 _TIMEOUT = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the processes that train together; by default it trains alone.
-
-    All processes must call the communicating methods in the same order.
-    """
+    """This process among those that train together; by default it trains alone. All must call communicating methods in
+    the same order."""
 
     rank: int = 0
     count: int = 1
-    # For decisions and small objects; it uses the CPU, so that no GPU waits.
+    # On the CPU, so that no GPU waits.
     control: dist.ProcessGroup | None = None
-    # The processes with the same share of every batch, which share the tokens of its sequences; their ranks are
-    # consecutive.
+    # Processes that share the tokens of sequences; their ranks are consecutive.
     context_parallel: int = 1
-    mesh: DeviceMesh | None = None  # "dp" by "cp"; None if no sequence is shared
+    mesh: DeviceMesh | None = None
 
     @property
     def data_parallel_ranks(self) -> int:
-        """The number of shares of a batch."""
         return self.count // self.context_parallel
 
     @property
     def data_parallel_rank(self) -> int:
-        """The number of this process's share of a batch."""
         return self.rank // self.context_parallel
 
     @property
     def sharers(self) -> str:
-        """A description of the processes or pairs that share a batch, for messages."""
         return "processes" if self.context_parallel == 1 else f"groups of {self.context_parallel} processes"
 
     def check_context_parallel(self, wanted: int) -> None:
-        """Raises ValueError if a run wants another number of processes for each sequence."""
         if wanted != self.context_parallel:
             raise ValueError(
                 f"context_parallel must be {self.context_parallel}, as in the running processes; got {wanted}"
             )
 
     def check_batch(self, sequences: int, option: str) -> None:
-        """Raises ValueError if the sequences of a batch (set by `option`) cannot be shared equally."""
+        """Raises ValueError if the sequences of a batch cannot be shared equally."""
         if sequences % self.data_parallel_ranks:
             raise ValueError(
                 f"the sequences of a batch must be a multiple of the number of {self.sharers}, "
@@ -82,11 +75,9 @@ class Ranks:
 
     @property
     def share(self) -> slice:
-        """The examples of a batch that belong to this process."""
         return slice(self.data_parallel_rank, None, self.data_parallel_ranks)
 
     def broadcast(self, value: float) -> float:
-        """The first process's value."""
         if self.count == 1:
             return value
         received = torch.tensor(value, dtype=torch.float64)
@@ -94,14 +85,14 @@ class Ranks:
         return received.item()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call the function in the first process only. All processes return its result, or raise its exception."""
+        """All processes return the result of the first, or raise its exception."""
         if self.count == 1:
             return function()
         sent: list[Any] = [None, None]
         if self.first:
             try:
                 sent[0] = function()
-            except Exception as error:  # otherwise the others would wait forever
+            except Exception as error:
                 sent[1] = error
         dist.broadcast_object_list(sent, 0, self.control)
         if sent[1] is not None:
@@ -110,7 +101,7 @@ class Ranks:
         return result
 
     def first_before_others(self, function: Callable[[], T]) -> T:
-        """Call the function in the first process, then in all others, because the first may write files for them."""
+        """The first may write files for the others."""
         kept: list[T] = []
 
         def call() -> None:
@@ -120,7 +111,7 @@ class Ranks:
         return kept[0] if kept else function()
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes in the first process; an empty list in the others."""
+        """In the first process; an empty list in the others."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -128,32 +119,26 @@ class Ranks:
         return found if self.first else []
 
     def sum_over_shares(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the shares of a batch, on its device, with the same bits in all processes.
-
-        Processes with one share hold equal tensors; each share counts once.
-        """
+        """With the same bits in all processes. Processes with one share hold equal tensors, which count once."""
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor / self.context_parallel if self.context_parallel > 1 else tensor
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model, wrapped so that the backward leaves the mean of all processes' gradients; a sharded model does so
-        itself.
-        """
+        """Wrapped so that the backward leaves mean gradients; a sharded model does so itself."""
         if self.count == 1 or is_sharded(model):
             return model
         device = next(model.parameters()).device
         places = [device] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=places)
-        # Buffers are constants and are sent once, by the wrapper. Set as an attribute: the argument is deprecated since
-        # PyTorch 2.13, and its successor is missing in 2.11.
+        # An attribute: the argument is deprecated since PyTorch 2.13, and its successor is missing in 2.11.
         wrapped.broadcast_buffers = False
         return wrapped
 
     def seed_by_rank(self, seed: int) -> None:
-        """Give every process but the first its own random numbers, so that dropout differs between processes.
+        """So that dropout differs between processes.
 
-        Attention over several processes takes its dropout seed from the first process of a sequence.
+        Attention over several processes takes its seed from the first process of a sequence.
         """
         if not self.first:
             torch.manual_seed(int(np.random.SeedSequence([seed, self.rank]).generate_state(1)[0]))
@@ -163,23 +148,21 @@ SINGLE = Ranks()
 
 
 def world_size() -> int:
-    """The number of processes that torchrun has started; 1 without torchrun."""
+    """1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def require_single_process(what: str) -> None:
-    """Raises ValueError if torchrun has started several processes for a command that runs in one."""
+    """Raises ValueError if torchrun has started several processes."""
     if world_size() > 1:
         raise ValueError(f"{what} runs in one process; start it without torchrun")
 
 
 @contextmanager
 def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
-    """Inside the context, the processes that torchrun has started can communicate.
+    """Inside the context, torchrun's processes can communicate.
 
-    name: the device, as in the settings.
-    context_parallel: the number of processes that share a sequence. Raises ValueError if it does not divide the number
-        of all processes.
+    context_parallel: processes that share a sequence; raises ValueError unless it divides the number of all.
     """
     if world_size() % context_parallel:
         raise ValueError(
@@ -191,7 +174,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         return
     device = find_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches its kernels on the current device
+        torch.cuda.set_device(device)  # for Triton
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
@@ -201,18 +184,16 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control, context_parallel, mesh)
     yield ranks
-    dist.destroy_process_group()  # not after an error: other processes may still be waiting, and torchrun ends them
-    # A group's threads end with the last reference to the group, which a run may hold for long. If a thread releases a
-    # tensor while Python exits, it is killed waiting for Python's lock, and C++ aborts the process.
+    dist.destroy_process_group()  # after an error others may wait, and torchrun ends them
+    # Threads end with the last reference to the group. A thread that releases a tensor while Python exits aborts the
+    # process.
     object.__setattr__(ranks, "control", None)
     object.__setattr__(ranks, "mesh", None)
 
 
 def find_device(name: str) -> torch.device:
-    """The device with this name. "auto" is a GPU if PyTorch finds one. Each of several processes gets its own GPU.
-
-    Raises ValueError if the device is missing.
-    """
+    """ "auto" is a GPU if there is one; each of several processes gets its own. Raises ValueError if the device is
+    missing."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -221,7 +202,7 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the device must be auto, cpu, cuda or cuda:<number>; got {name!r}")
-    index: int | None = device.index  # PyTorch's annotation omits None, the index of "cuda"
+    index: int | None = device.index
     if device.type == "cuda" and (index or 0) >= torch.cuda.device_count():
         raise ValueError(f"PyTorch sees {torch.cuda.device_count()} GPUs here; got the device {name!r}")
     if device.type == "cuda" and world_size() > 1:

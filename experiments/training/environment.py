@@ -1,5 +1,3 @@
-"""Where a result was computed: device, versions, commit and command."""
-
 from __future__ import annotations
 
 import platform
@@ -16,7 +14,7 @@ import torch
 
 import sparseflash
 
-# The columns of a CSV file that identify a run. `run` is its start time: it tells runs apart and orders them.
+# The columns that identify a run. `run` is its start time.
 FACTS = (
     "run", "device", "driver", "cuDNN", "torch", "triton", "flash-attn-4", "python", "date", "commit", "command",
 )  # fmt: skip
@@ -25,32 +23,30 @@ NOT_INSTALLED = "not installed"
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or the name of the processor and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The peak bytes of tensors of this process on a GPU; None on a CPU."""
+    """None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that compute a result."""
     return {
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": str(torch.__version__),
         "sparseflash": sparseflash.__version__,
-        "triton": triton_version(missing="none"),  # some platforms have none
+        "triton": triton_version(missing="none"),
     }
 
 
 def command_line(module: str, *, program: Sequence[str] = ("python",), without: Sequence[str] = ("--out",)) -> str:
     """The command that runs `python -m module` with the arguments of this process.
 
-    without: options with a folder of this machine; they are left out, with their values.
+    without: options with a folder of this machine, to leave out.
     """
     return shlex.join([*program, "-m", module, *_without(sys.argv[1:], without)])
 
@@ -65,7 +61,7 @@ def _without(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
 
 
 def environment(device: torch.device, command: str, commit: str | None) -> dict[str, str]:
-    """The values of FACTS, needed to repeat a measurement. commit: git's commit by default."""
+    """The values of FACTS. commit: git's by default."""
     name, driver, cudnn = "CPU", NONE, NONE
     if device.type == "cuda":
         name, cudnn = torch.cuda.get_device_name(device), str(torch.backends.cudnn.version())
@@ -81,7 +77,6 @@ def environment(device: torch.device, command: str, commit: str | None) -> dict[
 
 
 def in_a_line(facts: Mapping[str, object]) -> str:
-    """The facts in one line, for the heading of a table."""
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
@@ -96,7 +91,7 @@ def _output_of(*command: str) -> str:
 
 
 def triton_version(missing: str = NOT_INSTALLED) -> str:
-    """The version of the imported Triton, or `missing`; sys.path may hold several."""
+    """The imported one, or `missing`; sys.path may hold several."""
     try:
         import triton
     except ModuleNotFoundError:

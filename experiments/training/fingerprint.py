@@ -1,5 +1,3 @@
-"""Hashes of files and data, and checks that a run uses the right data."""
-
 from __future__ import annotations
 
 import hashlib
@@ -9,15 +7,14 @@ from typing import Any
 
 
 def sha256(*paths: Path) -> str:
-    """The SHA-256 of the concatenated files, in hexadecimal."""
     digest = hashlib.sha256()
     for path in paths:
-        digest.update(path.read_bytes())  # a few MB
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError if a run would continue with other data than it began with.
+    """Raises ValueError if a run would continue with other data.
 
     saved, now: "examples" (the number of examples of each split), "folder", "origin" and "hash" (see `check_disjoint`).
     """
@@ -26,7 +23,7 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
             f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
             f"test) from {saved['folder']}; got {now['examples']}"
         )
-    if saved.get("hash", now["hash"]) != now["hash"]:  # older runs have no hash
+    if saved.get("hash", now["hash"]) != now["hash"]:  # older runs have none
         raise ValueError(
             f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
             f"{now['folder']} ({now['origin']}) are others"
@@ -34,11 +31,10 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_disjoint(path: object, seen: Sequence[Mapping[str, str]] | None, here: Mapping[str, str]) -> None:
-    """Raises ValueError if weights were trained on other splits of the examples that would test them.
+    """Raises ValueError if weights were trained on splits of the examples that would test them.
 
-    seen: the fingerprints of all training data of the weights in `path`; None for older weights.
-    here: the fingerprint of the test data. Data with equal "origin" may share examples. Data with equal "hash" have
-        equal examples in equal splits.
+    seen: fingerprints of the training data of the weights in `path`; None for older weights. Data with equal "origin"
+    may share examples; with equal "hash", splits are equal.
     """
     for there in seen or ():
         if there["origin"] == here["origin"] and there["hash"] != here["hash"]:

@@ -1,5 +1,3 @@
-"""The number of host threads while a GPU trains."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -10,11 +8,7 @@ import torch
 
 @contextmanager
 def single_host_thread(device: torch.device) -> Iterator[None]:
-    """Inside the context, PyTorch uses one host thread if `device` is a GPU; on a CPU nothing changes.
-
-    With a GPU the host only copies arrays. Further threads would spin between copies, and slow down data workers and
-    other runs.
-    """
+    """One host thread inside the context if `device` is a GPU: further ones would spin between copies."""
     if device.type != "cuda":
         yield
         return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 SCHEDULES = ("constant", "cosine", "linear", "rsqrt", "trapezoid")
-DECAY_SHARE = 0.2  # share of a run, at its end, in which a trapezoid falls to 0
+DECAY_SHARE = 0.2  # a trapezoid falls to 0
 
 
 def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
-    """The factor of the peak learning rate for step `step` (from 0).
+    """For step `step` (from 0).
 
     >>> [factor("linear", step, 2, step / 10) for step in (0, 1, 6)]
     [0.5, 1.0, 0.5]
@@ -42,10 +42,9 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
 
 
 def decay_progress(step: int, warmup: int, progress: float) -> float:
-    """The finished share of the run after the warm-up, for a step after the warm-up.
+    """After the warm-up.
 
-    A run may be limited by time, so the progress at the end of the warm-up is estimated from the warm-up's share of the
-    steps so far.
+    A run may be limited by time: progress at the end of the warm-up is estimated from its share of the steps.
     """
     progress = min(1.0, progress)
     at_warmup = progress * warmup / max(1, step)

@@ -1,5 +1,3 @@
-"""The optimiser of all trainers."""
-
 from __future__ import annotations
 
 import torch
@@ -9,7 +7,7 @@ from torch import nn
 def adamw(
     model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.98)
 ) -> torch.optim.AdamW:
-    """AdamW with weight decay on the matrices of linear layers only, not on norms, biases, embeddings or positions."""
+    """Weight decay on the matrices of linear layers only."""
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     chosen = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in chosen]
@@ -21,7 +19,6 @@ def adamw(
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Update the weights with the parameters' gradients, at this learning rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -1,5 +1,3 @@
-"""Command-line options shared by several trainers."""
-
 from __future__ import annotations
 
 import inspect
@@ -19,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def option(settings: type, name: str) -> Any:
-    """The option for a field. Omitting it differs from giving its default, which a preset may change."""
+    """Omitting it differs from giving its default, which a preset may change."""
     (found,) = (each for each in fields(settings) if each.name == name)
     return typer.Option(help=found.metadata["help"], show_default=found.metadata["shown"])
 
@@ -45,23 +43,21 @@ Record = Annotated[
         show_default="none",
     ),
 ]
-LOCAL = ("--out", "--record", "--seed")  # not in the command of a record: folders of a machine, and one of the seeds
+LOCAL = ("--out", "--record", "--seed")  # not in the command of a record
 
 
 def command_group(text: str) -> typer.Typer:
-    """A command line with several commands."""
     return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Give a command an option for each setting of a class, or only for `names`, instead of its argument `chosen`.
+    """An option for each setting of a class, or only for `names`, instead of the argument `chosen`.
 
-    `chosen` receives the settings that the user gave, by name. The help lists a trainer's own settings before
-    RunSettings.
+    `chosen` receives the given settings, by name.
     """
     hints = get_type_hints(settings)
     shared = {each.name for each in fields(RunSettings)}
-    names = names or tuple(sorted(help_texts(settings), key=lambda name: name in shared))  # the sort is stable
+    names = names or tuple(sorted(help_texts(settings), key=lambda name: name in shared))
     types = {name: hints[name] for name in names}
 
     def decorate(command: Callable[..., Result]) -> Callable[..., Result]:
@@ -90,15 +86,12 @@ def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., 
 
 
 def deadline(pause_after: float | None) -> float:
-    """The time.monotonic() at which a session must pause: this many minutes from now; None: never."""
+    """time.monotonic() this many minutes from now; None: never."""
     return inf if pause_after is None else time.monotonic() + 60 * pause_after
 
 
 def folder_to_resume(out: Path | None, **given: object) -> Path:
-    """`--out` of a command with `--resume`; `given`: options that it excludes, by name, with their values.
-
-    Raises ValueError if one of these has a value, or if `--out` is missing.
-    """
+    """`--out` with `--resume`; `given`: options that it excludes. Raises ValueError for these, or without `--out`."""
     if any(value is not None and value is not False for value in given.values()):
         *names, last = (f"--{name}" for name in given)
         raise ValueError(f"--resume keeps the run's settings: leave out {', '.join(names)} and {last}")

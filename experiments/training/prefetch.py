@@ -1,5 +1,3 @@
-"""Results that other processes compute ahead of the training loop."""
-
 from __future__ import annotations
 
 import time
@@ -12,19 +10,16 @@ from typing import Any, TypeVar
 
 from experiments.training.workers import available_cores, leave_signals_to_parent, worker_pool
 
-AHEAD = 3  # results that each process may be ahead of the loop
+AHEAD = 3  # of the loop, for each process
 
 Result = TypeVar("Result")
 
 
 class Prefetcher:
-    """Processes that compute results ahead; with 0 workers this process computes each result on demand.
-
-    waited: seconds that the loop has waited for results.
-    """
+    """With 0 workers this process computes each result on demand. waited: seconds of the loop."""
 
     def __init__(self, workers: int | None = None) -> None:
-        """workers: by default one less than the available cores, at least one."""
+        """By default one less than the available cores, at least one."""
         self.workers = max(1, available_cores() - 1) if workers is None else workers
         self.waited = 0.0
         self._pool: ProcessPoolExecutor | None = None
@@ -43,10 +38,7 @@ class Prefetcher:
     def in_order(
         self, function: Callable[..., Result], calls: Iterator[tuple[Any, ...]]
     ) -> Generator[Result, None, None]:
-        """The function's results for the argument tuples, in order; a bounded number is computed ahead.
-
-        Closing the iterator cancels pending results.
-        """
+        """In order; a bounded number is computed ahead. Closing the iterator cancels pending results."""
         if self._pool is None:
             for arguments in calls:
                 yield function(*arguments)
@@ -69,7 +61,7 @@ class Prefetcher:
     def begin_all(
         self, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Result]]:
-        """Start computing the results for all arguments; the returned function waits for them."""
+        """The returned function waits for all."""
         if self._pool is None:
             return lambda: [function(*arguments) for arguments in calls]
         futures = [self._pool.submit(function, *arguments) for arguments in calls]

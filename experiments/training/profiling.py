@@ -13,7 +13,7 @@ from experiments.training.clock import synchronize
 
 
 class KernelCost(NamedTuple):
-    """The cost of one kernel or, on a CPU, of one operation."""
+    """A kernel or, on a CPU, an operation."""
 
     name: str
     ms: float  # a step, all calls together
@@ -21,10 +21,7 @@ class KernelCost(NamedTuple):
 
 
 def costs_of(step: Callable[[int], object], steps: int, device: torch.device) -> list[KernelCost]:
-    """The costs of `step(number)` on the device, for steps 0, 1, ..., the longest first.
-
-    On a GPU these are kernel times, without the gaps between kernels.
-    """
+    """Of `step(number)` for steps 0, 1, ..., the longest first. On a GPU without gaps between kernels."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as record:
@@ -34,7 +31,7 @@ def costs_of(step: Callable[[int], object], steps: int, device: torch.device) ->
     found = []
     for event in record.key_averages():
         if on_gpu and event.device_type != DeviceType.CUDA:
-            continue  # the times of operations already include their kernels
+            continue
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         found.append(KernelCost(event.key, us / 1000 / steps, event.count / steps))
     return sorted(found, key=lambda cost: -cost.ms)

@@ -11,17 +11,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from experiments.training.run_log import Record
 
-RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first name found in a record is shown
-STEPS, SECONDS = 100, 30  # without a terminal, a line is printed after either
+RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first in a record
+STEPS, SECONDS = 100, 30  # a line after either, without a terminal
 
 
 class TrainingBar:
-    """A bar for one run that shows the records of its log: loss, accuracy, tokens/s or images/s, time left."""
-
     def __init__(self, console: Console, name: str, progress: Callable[[], float]) -> None:
-        """progress: the finished share of the run, 0 to 1."""
+        """progress: 0 to 1."""
         self.console, self.name, self._progress = console, name, progress
-        self._bar = Progress(  # 80 characters
+        self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=10),
             TextColumn("{task.percentage:3.0f}%  step {task.fields[step]}  {task.fields[numbers]}"),
@@ -30,8 +28,8 @@ class TrainingBar:
             disable=not console.is_terminal,
         )
         self._task = TaskID(0)
-        self._shown_at = 0.0  # time.monotonic() of the last line
-        self._began = (0.0, 0.0)  # time.monotonic() and the finished share
+        self._shown_at = 0.0  # time.monotonic()
+        self._began = (0.0, 0.0)  # time.monotonic(), finished share
 
     def __enter__(self) -> TrainingBar:
         self._bar.start()
@@ -63,7 +61,7 @@ class TrainingBar:
             self.console.print(f"{self.name} step {record['step']}  train  {numbers}{self._left(now)}")
 
     def _left(self, now: float) -> str:
-        """The time that the rest takes at the rate of this session, as text; nothing before anything is finished."""
+        """At the rate of this session."""
         since, first = self._began
         done = min(1.0, self._progress())
         if done <= first:
@@ -74,9 +72,9 @@ class TrainingBar:
 
 @contextmanager
 def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for a known number of items; yields a function that takes the number of finished items.
+    """Yields a function that takes the number of finished items.
 
-    Without a terminal it prints lines, the first after half a minute.
+    Without a terminal, lines; the first after half a minute.
     """
     shown_at = time.monotonic()
     with Progress(

@@ -1,5 +1,3 @@
-"""Reads files with clear errors."""
-
 from __future__ import annotations
 
 import json
@@ -8,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# RuntimeError: PyTorch's errors, and RecursionError for deeply nested contents. MemoryError: sizes stated in a header.
-# ArithmeticError: numbers that are too large.
+# RuntimeError: PyTorch's, and RecursionError. MemoryError: sizes in a header. ArithmeticError: large numbers.
 _OF_CONTENTS = (
     OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError, ArithmeticError,
 )  # fmt: skip
@@ -24,7 +21,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
     Traceback (most recent call last):
     ValueError: nowhere.json must be a JSON list; there is no such file
 
-    Put only reading and parsing into the context. Raises ValueError.
+    For reading and parsing only. Raises ValueError.
     """
     try:
         yield
@@ -38,14 +35,13 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def read_json(path: Path, what: str, *names: str) -> dict[str, Any]:
-    """The object of a JSON file, which must have these names; raises ValueError."""
     with reading(path, what):
         values = json.loads(path.read_text(encoding="utf-8"))
     return checked(path, what, values, *names)
 
 
 def checked(path: Path, what: str, values: Any, *names: str) -> dict[str, Any]:
-    """The values of a file if they are a JSON object with these names; raises ValueError otherwise."""
+    """Raises ValueError unless they are an object with these names."""
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be {what}; it is no JSON object")
     if missing := [name for name in names if name not in values]:

@@ -25,28 +25,21 @@ Settings = TypeVar("Settings")
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
-    """The settings in a run's folder; raises FileNotFoundError if they are missing."""
+    """Raises FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {path.parent}")
     return read_json(path, _WHAT, "config")
 
 
 def settings_as(path: Path, made: Callable[[dict[str, Any]], Settings]) -> Settings:
-    """The settings in a run's folder, converted by `made`.
-
-    Raises FileNotFoundError if they are missing, and ValueError if `made` refuses them.
-    """
+    """Converted by `made`. Raises FileNotFoundError, and ValueError if `made` refuses them."""
     saved = saved_settings(path)
     with reading(path, _WHAT):
         return made(saved)
 
 
 def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:
-    """A saved run's settings (a dataclass) with the settings `chosen` now; raises ValueError if they would change the
-    run.
-
-    free: the settings that may change.
-    """
+    """With the settings `chosen` now; raises ValueError if they would change the run. free: may change."""
     for name, value in chosen.items():
         if value != getattr(saved, name) and name not in free:
             raise ValueError(
@@ -57,16 +50,12 @@ def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> S
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether the folder holds a run, or part of one."""
     files = any((folder / name).exists() for name in (SETTINGS, LOG)) or any(folder.glob("model*.safetensors"))
     return files or bool(checkpoint.folders(folder))
 
 
 def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> None:
-    """Raises an error if the folder holds a run, or part of a run, that the next run must not replace.
-
-    FileExistsError without `overwrite`; ValueError if the next run's initial weights lie in the folder.
-    """
+    """FileExistsError if the folder holds a run and not `overwrite`; ValueError if the initial weights lie in it."""
     if not holds_run(folder):
         return
     if not overwrite:
@@ -79,9 +68,9 @@ def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> 
 
 
 def discard(folder: Path) -> None:
-    """Delete the run in a folder, so that no file of it is mistaken for the next run's."""
+    """So that no file is mistaken for the next run's."""
     if not holds_run(folder):
-        return  # --out may be any folder; files with these names may not belong to a run
+        return  # files with these names may not belong to a run
     for name in ("tests", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     checkpoint.remove(folder)

@@ -1,4 +1,4 @@
-"""A run's log: one JSON object on each line, written to disk at once, so that a killed run keeps its log."""
+"""One JSON object on each line, written at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from experiments.training.reading import reading
 
 Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers
 
-MOST_TRAINING = 200  # the largest number of training records in a thinned log
-LAST = 20  # the last records of the run, which tables average
+MOST_TRAINING = 200  # in a thinned log
+LAST = 20  # which tables average
 
 
 class RunLog:
-    """Appends records. A resumed run first drops the records after its checkpoint, because it writes them again.
-
-    path: None keeps the records in memory only.
-    """
+    """A resumed run first drops the records after its checkpoint. path: None keeps them in memory."""
 
     def __init__(self, path: Path | None, resumed_at: int | None) -> None:
         self.path = path
@@ -41,11 +38,10 @@ class RunLog:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a log, without an incomplete last line."""
     if not path.exists():
         return []
     with reading(path, "the log of a run, a JSON object with its kind and step a line"):
-        lines = path.read_text().split("\n")[:-1]  # what follows the last line break is incomplete
+        lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
         records: list[Record] = [json.loads(line) for line in lines]
         for record in records:
             if not isinstance(record["step"], int) or not isinstance(record["kind"], str):
@@ -54,19 +50,17 @@ def read(path: Path) -> list[Record]:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """Replace a log by these records."""
     write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def thinned(records: Sequence[Record], most: int = MOST_TRAINING) -> list[Record]:
-    """The records of a log to store with the results, in order.
+    """To store with the results, in order.
 
     >>> log = [{"kind": "train", "step": step} for step in range(1000)] + [{"kind": "val", "step": 999}]
     >>> [record["step"] for record in thinned(log, most=25)][:7], len(thinned(log, most=25))
     ([0, 245, 490, 734, 979, 980, 981], 26)
 
-    Keeps all validations and tests, and at most `most` training records: the last 20, which tables average, and others
-      evenly spaced. Thinning a thinned log changes nothing.
+    All validations and tests, and at most `most` training records: the last 20, and others evenly spaced.
     """
     if most <= LAST:
         raise ValueError(f"most must be more than the {LAST} last training records, which are kept; got {most}")

@@ -21,15 +21,10 @@ from experiments.training.run_folder import SETTINGS, check_replaceable, discard
 SERIES = "seeds.json"
 SUMMARY = "summary.json"
 
-Metrics = dict[str, Any]  # the metrics of one run
+Metrics = dict[str, Any]
 
 
 def parsed(text: str) -> tuple[int, ...]:
-    """Seeds from the command line.
-
-    >>> parsed("0,1,2")
-    (0, 1, 2)
-    """
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ValueError(f"--seeds must be whole numbers with commas between them, 0,1,2 say; got {text!r}")
@@ -40,7 +35,7 @@ def parsed(text: str) -> tuple[int, ...]:
 
 
 def saved(folder: Path) -> tuple[int, ...] | None:
-    """The seeds of the series in a folder; None if it holds no series."""
+    """None if the folder holds no series."""
     path = folder / SERIES
     return tuple(read_json(path, "the seeds of a series of runs", "seeds")["seeds"]) if path.is_file() else None
 
@@ -54,10 +49,7 @@ def begin(
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Record the series in its folder, so that --resume needs only the folder.
-
-    settings: plain values common to all runs.
-    initial: their initial weights.
+    """So that --resume needs only the folder.
 
     Raises FileExistsError if the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError if
     overwriting would delete the initial weights.
@@ -70,7 +62,7 @@ def begin(
         )
     if SETTINGS in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
-    if not resume:  # otherwise a later --resume would adopt remains of older runs
+    if not resume:  # a later --resume would adopt older runs
         older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
         for place in older:
             check_replaceable(place, overwrite=overwrite, initial=initial)
@@ -91,11 +83,10 @@ def run(
     resume: bool,
     ranks: Ranks = SINGLE,
 ) -> Metrics | None:
-    """Train with each unfinished seed, and write and return the summary.
+    """Train with each unfinished seed; writes and returns the summary.
 
-    train: trains with a seed in a folder, and resumes if its last argument is True. Returns the metrics, or None if the
-        run was paused; then the series is paused too.
-    state: for a seed and a folder, the metrics of a complete run (else None), and whether a run exists.
+    train: with a seed, a folder, and whether to resume; returns metrics, or None if paused. state: the metrics of a
+    complete run (else None), and whether a run exists.
     """
     done = []
     for seed in seeds:
@@ -112,6 +103,6 @@ def run(
 
 
 def check_none(folder: Path) -> None:
-    """Raises FileExistsError if the folder holds a series, which a single run in it would hide."""
+    """Raises FileExistsError: a single run would hide the series."""
     if (folder / SERIES).exists():
         raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")

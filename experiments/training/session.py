@@ -1,5 +1,3 @@
-"""A training run on the terminal: its progress bar, TensorBoard, and the end of the session."""
-
 from __future__ import annotations
 
 import shlex
@@ -22,9 +20,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def pausing(deadline: float) -> Iterator[Pause]:
-    """Yields the condition for pausing runs: the deadline (time.monotonic()) has passed, or SIGTERM or Ctrl-C was
-    received.
-    """
+    """Whether the deadline (time.monotonic()) has passed, or SIGTERM or Ctrl-C was received."""
     with stop_caught() as received:
         yield lambda step: received() or time.monotonic() > deadline
 
@@ -32,7 +28,6 @@ def pausing(deadline: float) -> Iterator[Pause]:
 def train_shown(
     run: Trainer[Any], train: Callable[[], Result], console: Console, name: str, *, tensorboard: bool, resumed: bool
 ) -> Result:
-    """Call `train` of a run, with a progress bar of this name and, if wanted, with its log in TensorBoard's files."""
     if resumed:
         step = run.state.step
         console.print(f"{name} " + (f"goes on after step {step}" if step else "begins again: there was no checkpoint"))
@@ -45,7 +40,6 @@ def train_shown(
 
 
 def print_resuming(console: Console, module: str, folder: Path, ranks: Ranks = SINGLE) -> None:
-    """Print the command that resumes a paused run of this trainer's module."""
     program = ["python"] if ranks.count == 1 else ["torchrun", f"--nproc-per-node={ranks.count}"]
     command = shlex.join([*program, "-m", module, "train", "--resume", "--out", str(folder)])
     console.print(f"Go on with: {command}", soft_wrap=True)

@@ -1,5 +1,3 @@
-"""Settings of runs as dataclass fields with help texts, and the settings of all trainers."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
@@ -10,12 +8,11 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """A field with its help text for the command line, and the default as shown there."""
+    """shown: the default on the command line."""
     return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 def changed(settings: type, name: str, *, default: Any = ..., text: str | None = None) -> Any:
-    """A field of a class of settings with another default or help text, for a derived class."""
     (known,) = (each for each in fields(settings) if each.name == name)
     if default is ...:
         return setting(known.default, text or known.metadata["help"], known.metadata["shown"])
@@ -23,12 +20,12 @@ def changed(settings: type, name: str, *, default: Any = ..., text: str | None =
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """The help texts of a class by field; None for fields without `setting`."""
+    """None for fields without `setting`."""
     return {each.name: each.metadata["help"] for each in fields(settings) if each.metadata}
 
 
 def check_at_least(settings: object, least: float, names: Sequence[str]) -> None:
-    """Raises ValueError if a setting is below `least`; None is allowed."""
+    """None is allowed."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value >= least:
@@ -36,7 +33,6 @@ def check_at_least(settings: object, least: float, names: Sequence[str]) -> None
 
 
 def check_fractions(settings: object, names: Sequence[str]) -> None:
-    """Raises ValueError unless each setting is at least 0 and below 1."""
     for name in names:
         if not 0 <= getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1; got {getattr(settings, name)}")
@@ -49,7 +45,7 @@ def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The settings that all trainers have; each trainer adds its own and may change defaults."""
+    """Each trainer adds its own."""
 
     block: int = setting(128, "Tokens along one side of a mask's tiles.")
     width: int = setting(128, "Features of each token.")

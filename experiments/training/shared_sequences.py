@@ -11,10 +11,7 @@ from sparseflash.distributed import ShardPlan, shard
 
 
 def check_shareable(*, processes: int, attention: str, longest: int, block: int, length_option: str) -> None:
-    """Raises ValueError for settings that do not allow several processes to share a sequence.
-
-    longest: the tokens of the longest sequences, set by `length_option`.
-    """
+    """Raises ValueError if several processes cannot share a sequence. longest: tokens, set by `length_option`."""
     if attention != "sparseflash":
         raise ValueError(
             f"attention must be sparseflash if context_parallel is above 1; got {attention}, which needs all tokens in "
@@ -28,20 +25,19 @@ def check_shareable(*, processes: int, attention: str, longest: int, block: int,
 
 
 class SharedSequences:
-    """The assignment of tokens to processes, for rows of every length.
+    """For rows of every length.
 
-    A mask that is constant over batches decides, so that tokens lie alike in all batches of one length. The cache holds
-    at most two plans for each mask and row length.
+    A mask that is constant over batches decides. The cache holds at most two plans for each mask and row length.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks  # and not their mesh, which would keep its process groups
-        # Stored with the mask, so that its id stays unique.
+        self.ranks = ranks  # the mesh would keep its process groups
+        # With the mask, so that its id stays unique.
         self._plans: dict[tuple[int, bool], tuple[BlockMask, ShardPlan]] = {}
 
     def plan(self, mask: BlockMask, like: ShardPlan | None = None) -> ShardPlan:
-        """The plan of a mask of many batches. like: another plan for the same tokens."""
-        # Tensors that attention makes for a plan in inference mode cannot be used in training.
+        """like: another plan for the same tokens."""
+        # Tensors of inference mode cannot be used in training.
         key = id(mask), torch.is_inference_mode_enabled()
         if key not in self._plans:
             assert self.ranks.mesh is not None
@@ -49,23 +45,21 @@ class SharedSequences:
         return self._plans[key][1]
 
     def plan_once(self, mask: BlockMask, like: ShardPlan) -> ShardPlan:
-        """The plan of a mask of one batch, with the same assignment of tokens."""
         return shard(mask, like.process_group, like=like)
 
     def padded(self, plan: ShardPlan, lengths: Tensor) -> ShardPlan:
-        """The plan for one batch, with the lengths [B] of its sequences."""
         return self.plan_once(plan.mask.with_lengths(lengths.cpu()), plan)
 
     def gather(self, x: Tensor, plan: ShardPlan) -> Tensor:
-        """The features [B, N, W] of all tokens, from this process's features [B, n, W].
+        """Features [B, N, W] of all tokens, from this process's [B, n, W].
 
-        Every process computes the same loss from them. Parameters used after this function have equal gradients; for
-        parameters used before it, each process has N times its tokens' part, and the mean is the sum of all parts.
+        Every process computes the same loss. Parameters used after this have equal gradients; for those before it, each
+        process has N times its tokens' part, so the mean is the sum of all parts.
         """
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * plan.ranks)
         return plan.gather(x)
 
     def clear(self) -> None:
-        """Drop the plans, which hold the process group and its threads."""
+        """They hold the process group."""
         self._plans.clear()

@@ -14,11 +14,9 @@ NOTE = b"\nStops and saves after this step; press Ctrl-C again to stop without s
 
 @contextmanager
 def stop_caught() -> Iterator[Callable[[], bool]]:
-    """Inside the context, SIGTERM and the first Ctrl-C (SIGINT) do not end the process. Yields a function that tells
-    whether one was received.
+    """SIGTERM and the first Ctrl-C do not end the process. Yields whether one was received.
 
-    A second Ctrl-C has its previous effect. SIGINT stays ignored where it was ignored (in a shell's background). Only
-    the main thread receives signals: in other threads the answer is always False.
+    A second Ctrl-C has its previous effect; SIGINT stays ignored where it was. Other threads receive no signals.
     """
     received = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -30,8 +28,8 @@ def stop_caught() -> Iterator[Callable[[], bool]]:
         received.set()
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
-            if os.environ.get("RANK", "0") == "0":  # torchrun forwards it to all its processes
-                os.write(2, NOTE)  # not sys.stderr, whose write this handler may have interrupted
+            if os.environ.get("RANK", "0") == "0":  # torchrun forwards it
+                os.write(2, NOTE)  # sys.stderr's write may have been interrupted
 
     signal.signal(signal.SIGTERM, handle)
     if before[signal.SIGINT] is not signal.SIG_IGN:

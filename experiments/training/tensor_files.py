@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from experiments.training.reading import checked, reading
 
 SUFFIX = ".safetensors"
-# Below the limit of 16 MiB that some stores set for a file. A larger tensor gets its own file.
+# Below the limit of 16 MiB that some stores set.
 PART_BYTES = 15 * 2**20
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
-MOST_BLOCKS = 2**14  # along one side of a mask; dense, that is 2^28 tiles
+MOST_BLOCKS = 2**14  # dense: 2^28 tiles
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,10 +32,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def write(
     path: Path, model: nn.Module | Mapping[str, Tensor], about: dict[str, Any], *, limit: int | None = None
 ) -> None:
-    """Write a model's weights, or these tensors. Other files with that name, whole or in parts, are removed.
+    """Other files with that name, whole or in parts, are removed.
 
-    about: plain values, including the file's "kind", which `read` checks.
-    limit: the maximum file size in bytes; larger models are written in parts. A larger tensor gets its own file.
+    about: with the file's "kind", which `read` checks. limit: bytes of a file; a larger tensor gets its own.
     """
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -45,19 +44,19 @@ def write(
     paths = [path] if count == 1 else [part_of(path, number, count) for number in range(1, count + 1)]
     unfinished = [each.with_name(f".{each.name}.unfinished") for each in paths]
     for part, place in zip(parts, unfinished, strict=True):
-        # One metadata entry: several would be written in varying order, and the hash would vary.
+        # Several entries would be written in varying order.
         save_file(part, place, metadata={"about": header})
-        place.chmod(0o644)  # safetensors makes the file private
+        place.chmod(0o644)  # safetensors makes it private
     for place, each in zip(unfinished, paths, strict=True):
         place.replace(each)
     remove(path, but=paths)
 
 
 def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a model, and the plain values written with them. path: as in `files`.
+    """path: as in `files`.
 
-    names: required values. Raises FileNotFoundError if a file is missing. Raises ValueError if a file holds no tensors,
-        another kind, or another model than the first file, or lacks a value.
+    Raises FileNotFoundError, and ValueError if a file holds no tensors, another kind, another model, or lacks a value
+    of `names`.
     """
     tensors: dict[str, Tensor] = {}
     headers: list[dict[str, Any]] = []
@@ -73,10 +72,7 @@ def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[st
 
 
 def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of one file, and the plain values written with them.
-
-    framework: "pt" for tensors, "numpy" for arrays. Raises ValueError, "path must be `what`", for other contents.
-    """
+    """framework: "pt" or "numpy". Raises ValueError, "path must be `what`", for other contents."""
     with reading(path, what):
         try:
             with safe_open(path, framework=framework) as file:
@@ -88,10 +84,9 @@ def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, An
 
 
 def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model], layers: int) -> Model:
-    """The model that `made` makes from the settings in a file, with the tensors of that file.
+    """The model that `made` makes from the settings, with the tensors.
 
-    layers: the number of layers. Settings could ask for any size, so a model on the meta device is compared with the
-        tensors first. Raises ValueError if settings and tensors do not match.
+    Settings could ask for any size, so a model on the meta device is compared first.
     """
     what = "a model with the sizes of its own settings"
     if layers > len(tensors):
@@ -106,7 +101,7 @@ def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model],
 
 
 def check_length(path: Path, length: int, block: int) -> None:
-    """Raises ValueError if settings in a file ask for a mask with too many blocks; tensors do not limit the mask."""
+    """Tensors do not limit the mask."""
     if length > MOST_BLOCKS * block:
         raise ValueError(
             f"{path} must ask for a mask of at most {MOST_BLOCKS} blocks of {block} tokens; got {length} tokens"
@@ -114,7 +109,6 @@ def check_length(path: Path, length: int, block: int) -> None:
 
 
 def check_alike(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError, "path must be `what`", if tensors differ in name or shape from `wanted`."""
     for name in sorted(found.keys() | wanted.keys()):
         shapes = [list(each[name].shape) if name in each else "missing" for each in (found, wanted)]
         if shapes[0] != shapes[1]:
@@ -122,11 +116,8 @@ def check_alike(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapp
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a model, in order.
-
-    path: the only file, one of the parts, the base name of the parts, or the folder of model.safetensors.
-    Raises FileNotFoundError if a file or part is missing, and ValueError if parts belong to two models.
-    """
+    """path: the only file, a part, the parts' base name, or the folder. Raises FileNotFoundError if a part is missing,
+    and ValueError if parts belong to two models."""
     if path.is_dir():
         path = path / f"model{SUFFIX}"
     if path.suffix == SUFFIX and (found := _PART.fullmatch(path.stem)):
@@ -149,32 +140,28 @@ def files(path: Path) -> list[Path]:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of a model's files; path and errors as in `files`."""
     return files(path)[0].parent
 
 
 def remove(path: Path, but: Sequence[Path] = ()) -> None:
-    """Delete a model's file and its parts, except some."""
     for each in {path, *parts_beside(path)} - {*but}:
         each.unlink(missing_ok=True)
 
 
 def part_of(path: Path, number: int, count: int) -> Path:
-    """The path of a part of a model; numbers start at 1."""
     return path.with_name(f"{path.stem}-{number:05}-of-{count:05}{SUFFIX}")
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """The parts of a model that exist."""
     return sorted(path.parent.glob(f"{path.stem}-[0-9]*-of-[0-9]*{SUFFIX}"))
 
 
 def split(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Consecutive groups of tensors of at most `limit` bytes, including their names."""
+    """Groups of at most `limit` bytes, including names."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        need = tensor.nbytes + len(name) + 128  # the entry in the file's header takes about 100 bytes
+        need = tensor.nbytes + len(name) + 128  # about 100 bytes in the header
         if part and size + need > limit:
             yield part
             part, size = {}, 0

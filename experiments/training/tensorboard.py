@@ -16,8 +16,8 @@ FOLDER = "tensorboard"
 
 
 def writer_class() -> type[SummaryWriter]:
-    """The class that writes TensorBoard's files; raises ValueError if the package is missing."""
-    try:  # imported only here, because most runs do not need it
+    """Raises ValueError if the package is missing."""
+    try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
@@ -27,11 +27,7 @@ def writer_class() -> type[SummaryWriter]:
 
 
 class TensorBoardLog:
-    """Writes records of the log as TensorBoard's scalars.
-
-    resumed_at: the step from which a run resumes; TensorBoard ignores later steps written before. None: a new run;
-        older files are removed.
-    """
+    """resumed_at: TensorBoard ignores later steps written before. None: older files are removed."""
 
     def __init__(self, run: Path, resumed_at: int | None) -> None:
         if resumed_at is None:
@@ -48,7 +44,7 @@ class TensorBoardLog:
         self._writer.close()
 
     def show(self, record: Record) -> None:
-        """Write one record: a curve for each number, named after its kind."""
+        """A curve for each number, named after its kind."""
         for name, value in record.items():
             if name not in ("kind", "step"):
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])

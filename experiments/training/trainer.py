@@ -1,7 +1,4 @@
-"""The training loop: a run in a folder, from its first step or from its newest checkpoint.
-
-Each trainer derives a class from `Trainer` that defines model, data and result. run_folder.py lists the files of a run.
-"""
+"""The training loop: a run in a folder, from its first step or from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from experiments.training.steps import Batch, Steps
 from experiments.training.weight_average import WeightAverage
 from experiments.training.window import Means, Window
 
-Pause = Callable[[int], bool]  # called after every step with the number of finished steps; True: save and stop
+Pause = Callable[[int], bool]  # with the number of finished steps; True: save and stop
 
 
 def never(step: int) -> bool:
@@ -37,10 +34,10 @@ def never(step: int) -> bool:
 
 
 class Plan(Protocol):
-    """The learning rate of a training stage, and its end: after its steps or its minutes, whichever comes first."""
+    """The learning rate of a stage, and its end: after its steps or minutes."""
 
     @property
-    def lr(self) -> float: ...  # the peak
+    def lr(self) -> float: ...
     @property
     def schedule(self) -> str: ...
     @property
@@ -52,15 +49,13 @@ class Plan(Protocol):
 
 
 class Shared(Protocol):
-    """The assignment of tokens to processes for shared sequences."""
-
     def clear(self) -> None:
-        """Drop all references to the process group."""
+        pass
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """Steps between log lines, validations and checkpoints, and the maximum minutes between checkpoints."""
+    """Steps between log lines, validations and checkpoints; minutes between checkpoints."""
 
     log_every: int
     validate_every: int
@@ -70,28 +65,25 @@ class Cadence:
 
 @dataclass
 class State:
-    """The progress of a run over all its sessions."""
+    """Over all sessions."""
 
     step: int = 0
-    seconds: float = 0.0  # of training, including waiting for batches, without validation
-    startup_seconds: float = 0.0  # until the first batch has arrived and a step is compiled, over all sessions
-    stage_step: int = 0  # within the current stage
+    seconds: float = 0.0  # without validation
+    startup_seconds: float = 0.0  # until the first batch and a compiled step
+    stage_step: int = 0
     stage_seconds: float = 0.0
 
 
 class Trainer(ABC, Generic[Batch]):
-    """A training run, apart from the steps themselves.
+    """Apart from the steps themselves.
 
-    A derived class sets the attributes that its methods need, then calls `__init__`, which begins or resumes the run.
+    A derived class sets the attributes that its methods need, then calls `__init__`.
 
-    seed, average_decay: as in the settings.
-    initial: the initial weights, or None.
-    ranks: the processes that train together; the first one writes and reports.
-    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set, and ValueError if
-    overwriting would delete the initial weights.
+    initial: weights, or None. ranks: the first one writes and reports. Raises FileExistsError if the folder holds a run
+    and neither `resume` nor `overwrite` is set, and ValueError if overwriting would delete the initial weights.
     """
 
-    shared: Shared | None = None  # how processes share sequences, if they do
+    shared: Shared | None = None
 
     def __init__(
         self,
@@ -112,10 +104,10 @@ class Trainer(ABC, Generic[Batch]):
     ) -> None:
         self.folder, self.model, self.optimizer, self.device, self.cadence = folder, model, optimizer, device, cadence
         self.ranks = ranks
-        self.listeners: list[Callable[[Record], None]] = []  # called with every record of the log
-        # Only the first process looks, because it may be writing a checkpoint; the others receive its answer.
+        self.listeners: list[Callable[[Record], None]] = []
+        # It may be writing a checkpoint.
         found = ranks.on_first(lambda: checkpoint.newest(folder)) if resume else None
-        self.before: dict[str, Any] | None = None  # the result's entry about the initial weights
+        self.before: dict[str, Any] | None = None
         if initial is not None:
             if found is not None:
                 path = folder / run_folder.SETTINGS
@@ -140,61 +132,59 @@ class Trainer(ABC, Generic[Batch]):
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The current stage of training."""
+        pass
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Plain values for the settings file, from which a run resumes."""
+        pass
 
     @abstractmethod
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """Load the initial weights; returns the result's entry about them."""
+        """Returns the result's entry about them."""
 
     def details(self) -> dict[str, Any]:
-        """Further plain values for a checkpoint."""
         return {"startup_seconds": self.state.startup_seconds}
 
     def restored(self, progress: checkpoint.Progress) -> State:
-        """The state from a checkpoint; the initial state for a new run, which has no details."""
+        """The initial state for a new run."""
         startup = progress.details.get("startup_seconds", 0.0)
         return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
     @abstractmethod
     def training_numbers(self, means: Means, seconds: float) -> Record:
-        """Further numbers for a log line, for steps that took this many seconds."""
+        pass
 
     @abstractmethod
     def validate(self) -> None:
-        """Score the validation set, and log the result."""
+        pass
 
     def remedy(self) -> str:
-        """Advice to the user if the loss is not a number."""
+        """Advice if the loss is not a number."""
         return f"lower --lr (now {self.plan.lr:g}) or raise --warmup (now {self.plan.warmup})"
 
     def check_resumable(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError if the run cannot continue from these saved `settings`."""
+        """Raises ValueError if the run cannot continue."""
         return
 
     def is_reached(self) -> bool:
-        """Whether the stage should end before its steps and minutes are over."""
         return False
 
     def startup_ends(self) -> None:
-        """Called when the first batch of a stage has arrived and steps are prepared: time counts from here."""
+        """Time counts from here."""
         return
 
     # The training loop.
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """A session of training. After it, the model holds no process group; see `process_group`."""
+        """After it, the model holds no process group."""
         with single_host_thread(self.device):
             yield
             if self.shared is not None:
                 self.shared.clear()
 
     def train_stage(self, batches: Iterator[Batch], steps: Steps[Batch, Any], pause: Pause) -> bool:
-        """Train until the stage ends. Returns False if the run was paused and saved before."""
+        """False if the run was paused and saved."""
         state, plan, cadence = self.state, self.plan, self.cadence
         self.window = Window(self.device)
         if self._stage_progress() < 1 and not self.is_reached():
@@ -204,7 +194,7 @@ class Trainer(ABC, Generic[Batch]):
             batch = next(batches)
             before = steps.preparing
             self.window.add(steps(batch, lr), batch.size)
-            # New batch shapes may need preparation in the middle of a run, which does not count as training.
+            # Preparing new batch shapes is no training.
             self.state.startup_seconds += steps.preparing - before
             self.window.clock.leave_out(steps.preparing - before)
             if self.average is not None:
@@ -223,16 +213,13 @@ class Trainer(ABC, Generic[Batch]):
             if paused:
                 return False
             if validates or saves:
-                self.window = Window(self.device)  # neither of them counts as training
+                self.window = Window(self.device)
         if self.window.steps:
             self._close_window(lr)
         return True
 
     def _started(self, batches: Iterator[Batch], steps: Steps[Batch, Any]) -> Iterator[Batch]:
-        """The batches, after the first has arrived and its step is prepared; time counts from then on.
-
-        Otherwise a stage limited in minutes would spend them on starting processes and compiling.
-        """
+        """Time counts from the first batch and its prepared step."""
         clock = Clock(self.device)
         first = next(batches)
         steps.prepare(first)
@@ -242,7 +229,7 @@ class Trainer(ABC, Generic[Batch]):
         return chain([first], batches)
 
     def stage_progress(self) -> float:
-        """The finished share of the stage, by steps or by time, whichever is larger."""
+        """By steps or by time, whichever is larger."""
         plan, state = self.plan, self.state
         by_step = state.stage_step / plan.steps if plan.steps is not None else 0.0
         if plan.minutes is None:
@@ -250,16 +237,16 @@ class Trainer(ABC, Generic[Batch]):
         return max(by_step, (state.stage_seconds + self.window.clock.elapsed()) / (60 * plan.minutes))
 
     def progress(self) -> float:
-        """The finished share of the run; by default its only stage's share."""
+        """By default its only stage's share."""
         return self.stage_progress()
 
     def _stage_progress(self) -> float:
-        """All processes must agree on it: steps are equal in all processes, times are not."""
+        """Steps are equal in all processes, times are not."""
         progress = self.stage_progress()
         return progress if self.plan.minutes is None else self.ranks.broadcast(progress)
 
     def _is_overdue(self) -> bool:
-        """Whether the last checkpoint is too old; all processes agree on it."""
+        """All processes agree."""
         minutes = self.cadence.checkpoint_minutes
         return minutes < math.inf and bool(self.ranks.broadcast(self._since_saved.elapsed() >= 60 * minutes))
 
@@ -286,19 +273,17 @@ class Trainer(ABC, Generic[Batch]):
 
     @property
     def is_validated(self) -> bool:
-        """Whether the log has a validation of the current step."""
         validated = self.log.of_kind("val")
         return bool(validated) and validated[-1]["step"] == self.state.step
 
     def record(self, record: Record) -> None:
-        """Write a record to the log, and pass it to the first process's listeners."""
         self.log.write(record)
         if self.ranks.first:
             for listener in self.listeners:
                 listener(record)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside the context, the model has the weights that would be the run's result now."""
+        """Inside, the model has the weights of a result."""
         return self.average.in_place() if self.average is not None else nullcontext()
 
     def save(self) -> None:

@@ -1,4 +1,4 @@
-"""The exponential moving average of a model's weights, which often tests better than the weights themselves."""
+"""The exponential moving average of a model's weights, which often tests better."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-Weights = dict[str, Tensor]  # every parameter, by its name
+Weights = dict[str, Tensor]
 
 
 class WeightAverage:
-    """The average of a model's parameters: `average += (1 - decay) * (weights - average)` after every step.
+    """`average += (1 - decay) * (weights - average)` after every step.
 
-    warms_up: the decay starts low, at `(1 + step) / (10 + step)`, so that the average soon forgets the initial weights.
+    warms_up: the decay starts at `(1 + step) / (10 + step)`.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, warms_up: bool = False) -> None:
@@ -23,13 +23,12 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int = 0) -> None:
-        """Add the model's weights after step `step` (from 0) to the average."""
+        """From step 0."""
         decay = min(self.decay, (1 + step) / (10 + step)) if self.warms_up else self.decay
         torch._foreach_lerp_(list(self.weights.values()), list(self.model.parameters()), 1 - decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the context, the model has the averaged weights."""
         with exchanged(self.model, self.weights):
             yield
 
@@ -44,9 +43,9 @@ def copied(model: nn.Module) -> Weights:
 
 @contextmanager
 def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Inside the context, the model has these weights and the dictionary has the model's, swapped in place.
+    """Swapped in place.
 
-    The parameters keep their memory, because CUDA graphs read fixed addresses.
+    CUDA graphs read fixed addresses.
     """
     _exchange(model, weights)
     try:

@@ -1,5 +1,3 @@
-"""Statistics over the training steps between two log lines: sums, means and time."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -12,7 +10,7 @@ from experiments.training.steps import BatchSize, Outcome
 
 
 class Means(NamedTuple):
-    """Statistics over the steps since the last log line, of all processes together."""
+    """Over the steps since the last log line, of all processes."""
 
     loss: float
     auxiliary: float
@@ -23,7 +21,7 @@ class Means(NamedTuple):
 
 
 class Window:
-    """Sums over the steps since the last log line, on the device, so that no step waits."""
+    """On the device, so that no step waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -33,7 +31,6 @@ class Window:
         self.clock = Clock(device)
 
     def add(self, outcome: Outcome, size: BatchSize) -> None:
-        """Add a step on a batch."""
         self._loss += outcome.loss
         self._auxiliary += outcome.auxiliary
         self._right += outcome.right
@@ -41,7 +38,7 @@ class Window:
         self.size = BatchSize(*(known + new for known, new in zip(self.size, size, strict=True)))
 
     def means(self, ranks: Ranks) -> Means:
-        """The mean losses and the other sums, of all processes together. Waits for the device."""
+        """Means of losses, sums of the others, of all processes. Waits for the device."""
         counts = torch.tensor(self.size, dtype=torch.float64, device=self._sums.device)
         loss, auxiliary, right, *sizes = ranks.sum_over_shares(torch.cat([self._sums, counts])).tolist()
         steps = self.steps * ranks.data_parallel_ranks

@@ -11,8 +11,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from threading import Thread
 
-GRACE = 20  # seconds that a worker continues after SIGTERM, so that its parent can save
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # PyTorch's, NumPy's and MKL's
+GRACE = 20  # seconds after SIGTERM, so that the parent can save
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def available_cores() -> int:
@@ -20,10 +20,9 @@ def available_cores() -> int:
 
 
 class _Worker(SpawnProcess):
-    """A process with one thread of PyTorch and of NumPy, whatever the environment says.
+    """One thread of PyTorch and of NumPy.
 
-    By default NumPy's OpenBLAS starts a spinning thread for each core in every process, which slows training down. The
-    libraries read the number of threads when they are loaded, so it is set before the process starts.
+    NumPy's OpenBLAS would start a spinning thread for each core. The libraries read the number when they are loaded.
     """
 
     def start(self) -> None:
@@ -46,7 +45,7 @@ class _Workers(SpawnContext):
 
 
 def worker_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
-    """A pool of processes that work until it is shut down. initializer: called first in each process."""
+    """initializer: called first in each process."""
     return ProcessPoolExecutor(workers, mp_context=_Workers(), initializer=_begin, initargs=(initializer,))
 
 
@@ -57,7 +56,7 @@ def _begin(initializer: Callable[[], None] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends; otherwise it would wait for its next task forever."""
+    """Otherwise it would wait for its next task forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -65,9 +64,9 @@ def _end_with_parent() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Keep working when an interrupt or SIGTERM reaches all processes at once: the parent needs batches until it stops.
+    """The parent needs batches until it stops.
 
-    SIGTERM still ends the process, but later: if another worker has died, the pool waits for this one to end.
+    SIGTERM ends the process later: if another worker has died, the pool waits for this one.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))

@@ -117,6 +117,7 @@ def select_kernel(
     first += shift
     tokens = SPAN * column_tokens
     own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
+    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)  # empty without `near`
 
     end = blocks
     if CAUSAL:
@@ -143,14 +144,10 @@ def select_kernel(
             of_blocks = tl.max(scores.reshape(LISTS, ROWS, CANDIDATES, BLOCK_N // CANDIDATES), 3)
             found = tl.max(of_blocks, 1)  # [LISTS, CANDIDATES]
             block = start + step // PARTS * CANDIDATES + tl.arange(0, CANDIDATES)[None, :]
-            forced = tl.broadcast_to(block < sinks, found.shape)
-            close = (block > own_first[:, None] - near) & (near > 0)
+            close = (block > own_first[:, None] - near) & (block < near_end[:, None])
+            forced = ((block < sinks) | close) & (block < blocks)
             if CAUSAL:
-                close = close & (block <= own_last[:, None])
-                forced = (forced | close) & (block * tokens <= last[:, None])
-            else:
-                forced = forced | (close & (block < own_last[:, None] + near))
-            forced = forced & (block < blocks)
+                forced = forced & (block * tokens <= last[:, None])
             finite = tl.minimum(found, 3.4028234663852886e38)
             key = _ordered(tl.where(forced, float("inf"), finite), tl.broadcast_to(block, found.shape))
             key = tl.where(forced | (found > float("-inf")), key, _NONE)

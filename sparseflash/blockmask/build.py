@@ -1,7 +1,6 @@
 """From lists of tiles and dense matrices to the canonical arrays of a mask.
 
-NumPy sorts and numbers lists of tiles on the CPU: most are short, and PyTorch is slower on short arrays. Bits stay on
-their device.
+NumPy sorts and numbers lists of tiles on the CPU, because PyTorch is slower on short arrays. Bits stay on their device.
 """
 
 from __future__ import annotations
@@ -113,8 +112,7 @@ def _assemble(
         rows, cols, tile = rows[order], cols[order], tile[order]
         if not _in_order(rows, cols):
             raise ValueError("a tile must not be listed twice.")
-    # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and bits are computed once for
-    # each.
+    # # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once.
     special, ends_of = tile > 0, []
     if q_len % block_q:
         ends_of.append((1, (rows if patterns == 1 else rows % row_blocks) == row_blocks - 1))

@@ -1,12 +1,12 @@
 """The library's caches: data derived from a mask's arrays, kept with the mask, and bounded results of functions.
 
-The registered operator carries only tensors, so data derived from a mask is cached on one of its tensors, the indices.
-Code that has the indices finds the cache, in eager mode, in the backward and under torch.compile, and it is freed with
-the mask. An entry must not hold the indices tensor itself, or neither would ever be freed; `indices.detach()` is
-another tensor over the same memory.
+The registered operator carries only tensors, so data derived from a mask is cached on one of its tensors, the indices:
+they are there in eager mode, in the backward and under torch.compile, and the cache is freed with the mask. An entry
+must not hold the indices tensor itself, or neither would ever be freed; `indices.detach()` is another tensor over the
+same memory.
 
-A tensor that is created inside a compiled graph must not cache anything: its memory, and with it the same Python
-object, may later become another tensor of the graph, for example the indices of another mask.
+A tensor made inside a compiled graph must not cache anything: its memory, and with it the same Python object, may later
+become another tensor of the graph, such as another mask's indices.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def clear_caches() -> None:
 def attach_cache(indices: Tensor, *, may_wait: bool, others: tuple[Any, ...]) -> None:
     """Gives the indices of a newly made mask a cache.
 
-    `may_wait`: whether the host may wait for the indices' values, once. It may not for dynamic masks, which are made
-    at every step. `others`: the other parts of the mask.
+    `may_wait`: whether the host may wait for the indices' values, once; not for dynamic masks, which are made at every
+    step. `others`: the other parts of the mask.
     """
     if torch.compiler.is_compiling():
         # The mark tells `mask_cache` that the indices which the compiled code returns may get a cache, unless the mask

@@ -1,8 +1,8 @@
 """Guards the numbers that a rule reads where torch.compile makes its mask a constant.
 
-Dynamo traces one call of the rule only for its guards; the result is discarded. So Dynamo guards the numbers that the
-rule reads, as in any traced code, and recompiles when a number changes. Dynamo does not guard the contents of tensors,
-and may make numbers symbolic; the graph of that call shows both.
+Dynamo traces one call of the rule, whose result is discarded. So Dynamo guards the numbers that the rule reads, as in
+any traced code, and recompiles when a number changes. It does not guard the contents of tensors, and may make numbers
+symbolic; the graph of that call shows both.
 """
 
 from __future__ import annotations

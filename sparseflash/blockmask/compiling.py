@@ -1,9 +1,9 @@
 """Masks built inside a function that `torch.compile` compiles, or `torch.export` exports, become constants.
 
 A builder counts and compares tiles, which a compiler cannot trace. But the mask of a given rule depends only on a few
-numbers. So while a function is traced, a builder runs normally, once, and the compiled code refers to its mask. Tensor
-sizes among the arguments become guards: another length recompiles, with another mask. Masks built under
-`FakeTensorMode` have contents.
+numbers. So a builder that is traced runs normally, once, and the compiled code refers to its mask. Tensor sizes among
+the arguments become guards: another length recompiles, with another mask. Masks built under `FakeTensorMode` have
+contents.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ def contents_when_faking() -> AbstractContextManager[None]:
 def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | None = None) -> Callable[P, T]:
     """Decorates a builder of masks: in compiled code its result is a constant, made at compile time.
 
-    Arguments may then be numbers, strings, lists of these, functions and masks. A mask from outside the compiled
-    function is guarded, so another one recompiles. Tensors are refused, because the constant would not follow their
-    contents. calls: a function of the same arguments that calls the functions among them, so that Dynamo guards the
-    numbers that they read.
+    Arguments may then be numbers, strings, lists of these, functions and masks. Another mask from outside the compiled
+    function recompiles. Tensors are refused, because the constant would not follow their contents. calls: a function of
+    the same arguments that calls the functions among them, so that Dynamo guards the numbers that they read.
     """
 
     @functools.wraps(build)

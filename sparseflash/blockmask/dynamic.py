@@ -1,8 +1,8 @@
 """Dynamic masks: arrays that are safe to run but not canonical, because a canonical form would need a synchronisation.
 
-If blocks are chosen on the GPU, only the device knows how many tiles are kept and which of them are equal, and asking
-it stalls the queue. So a dynamic mask (`BlockMask.dynamic`) is stored in arrays of a size that is fixed in advance. It
-obeys the rules in `BlockMask` that the kernels need:
+If blocks are chosen on the GPU, only the device knows how many tiles are kept and which are equal, and asking it stalls
+the queue. So a dynamic mask (`BlockMask.dynamic`) has arrays of a size that is fixed in advance. It obeys the rules in
+`BlockMask` that the kernels need:
 
 - `indptr` starts at 0 and does not decrease. Its last number may be less than the length of `indices` and `tile`; the
   entries past it are unused capacity and belong to no row.

@@ -1,10 +1,10 @@
 """Keeps tensors alive for as long as a CUDA graph may read them.
 
 A graph records addresses. PyTorch reserves memory for the tensors that the graph itself makes, and the user keeps its
-inputs alive. But nobody keeps plans and other cached tensors: their cache may drop them, or their mask may be deleted,
-while the graph still reads their memory. CUDA's answer is a user object: the graph retains it, and its destructor runs
-when the graph and all its executable copies have been destroyed. The destructor may run on any thread and must not call
-CUDA, so here it is the C library's `sem_post`, on a semaphore that `release_finished` polls.
+inputs alive. Plans and other cached tensors may be dropped while the graph still reads their memory. CUDA's answer is a
+user object: the graph retains it, and its destructor runs when the graph and all its executable copies have been
+destroyed. The destructor may run on any thread and must not call CUDA, so it is the C library's `sem_post` here, on a
+semaphore that `release_finished` polls.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ class BlockMask:
         object.__setattr__(self, "words", self._words())
         if belong_together(self.indices, self._others()):
             return  # FSDP rebuilds a module's dataclass inputs from their fields: keep the caches
-        # Everything derived from the arrays is cached on the indices tensor. Another mask may share these indices but
-        # differ in its other arrays, so each mask has its own tensor object over the same memory.
+        # # Everything derived from the arrays is cached on the indices tensor. Masks that share indices may differ in
+        # other arrays, so each mask has its own tensor object over the same memory.
         object.__setattr__(self, "indices", self.indices.detach())
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
@@ -350,9 +350,9 @@ class BlockMask:
         return self  # immutable: copying a model shares its masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives as
-        # long as the mask: PyTorch passes tensors to a child process as file descriptors, and the descriptors of a
-        # temporary copy would be closed by then.
+        # # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives
+        # as long as the mask: PyTorch passes tensors to a child process as file descriptors, and a temporary copy's
+        # would be closed by then.
         mask = self.canonical() if self.dynamic else self
         arrays = tuple(None if a is None else _alone(mask.indices, a) for a in mask._arrays())
         return BlockMask, (*self._numbers(), *arrays)
@@ -371,9 +371,9 @@ def _alone(indices: Tensor, array: Tensor) -> Tensor:
     """A plain tensor of an array of a mask, in its own memory, which lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    # The cache entry holds a reference to the array's memory, so that no other tensor can have the same address and
-    # thus the same key. It must not hold the array itself: it may be the indices tensor, which owns the cache, and the
-    # cycle would never be freed.
+    # # The cache entry holds the array's memory, so that no other tensor can have the same address and thus the same
+    # key. It must not hold the array itself: it may be the indices tensor, which owns the cache, and the cycle would
+    # never be freed.
     key = ("alone", array.data_ptr(), array.shape, array.stride())
     _, copy = once(mask_cache(indices), key, lambda: (array.detach(), array.clone()))
     return copy.detach()

@@ -2,8 +2,8 @@
 
 The list is `BlockMask.indices`. Code that walks tiles in another order (kernels, over rows or columns, full tiles
 first) uses the number to find data that is stored tile by tile, such as a bias. A table of numbers would take four
-bytes for every pair of blocks, live or not; this takes two bits: for 32 block columns side by side, one word has the
-live ones, and one the number of live tiles before them in the list.
+bytes for every pair of blocks; this takes two bits: for 32 block columns side by side, one word has the live ones, and
+one the number of live tiles before them in the list.
 """
 
 from __future__ import annotations

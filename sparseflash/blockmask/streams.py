@@ -1,7 +1,7 @@
 """CUDA streams and graphs: cached tensors may be read on any stream, and by a graph for as long as it lives.
 
-PyTorch orders the work of one stream and leaves the rest to the user, who cannot see the tensors that are cached inside
-a call. So every cache of tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
+PyTorch orders the work of one stream and leaves the rest to the user, who cannot see cached tensors. So every cache of
+tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ def _number_of_stream(device: int) -> int:
 
 
 def tensors_in(made: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(made, Tensor):
-        return [made]
-    if isinstance(made, dict):
-        made = tuple(made.values())
-    elif is_dataclass(made) and not isinstance(made, type):
-        made = tuple(getattr(made, each.name) for each in fields(made))
-    return [tensor for each in made for tensor in tensors_in(each)] if isinstance(made, (tuple, list)) else []
+    """All tensors in nested tuples, lists, dicts and dataclasses, in order."""
+    found, left = [], [made]
+    while left:
+        x = left.pop()
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            left += x[::-1]
+        elif isinstance(x, dict):
+            left += reversed(x.values())
+        elif is_dataclass(x) and not isinstance(x, type):
+            left += [getattr(x, each.name) for each in reversed(fields(x))]
+    return found

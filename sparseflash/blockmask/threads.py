@@ -1,9 +1,8 @@
 """Work that PyTorch does not split among threads.
 
 The lists and bits of most masks are short: an operation on them takes less time than its threads take to wait for one
-another, and on a busy machine they wait for whole time slices of other processes. `torch.set_num_threads` would be no
-remedy, because threads that start meanwhile would keep the number. OpenMP, by which PyTorch splits its work on Linux,
-has a number for each thread.
+another. `torch.set_num_threads` would be no remedy, because threads that start meanwhile would keep the number. OpenMP,
+by which PyTorch splits its work on Linux, has a number for each thread.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 @functools.cache
 def _setter() -> Callable[[int], Any] | None:
-    """OpenMP's function that sets the number of threads of the calling thread; None where there is none."""
+    """OpenMP's setter of the calling thread's number of threads; None where OpenMP is missing."""
     if sys.platform != "linux":
         return None
     # A preloaded OpenMP is in the program's own scope, and then PyTorch uses it, too.

@@ -92,8 +92,8 @@ def _mapped(function: Function, name: str, arguments: Sequence[Tensor], single: 
 class _WithoutLoops(TorchDispatchMode):
     """Refuses to let vmap loop over single numbers, as it does for operations that it has no batching rule for.
 
-    PyTorch has a switch for that, but it is for all threads. Here vmap's own operations tell: in such a loop it calls
-    the operation with entry 0 of a tensor, then with entry 1, and so on.
+    PyTorch has a switch for that, but it applies to all threads. Here vmap's own operations tell: in such a loop it
+    calls the operation with entry 0 of a tensor, then with entry 1, and so on.
     """
 
     def __init__(self) -> None:

@@ -15,6 +15,7 @@ class Bias(Change):
     """Adds `bias[b, h, i, j]`; dimensions of size 1 are shared."""
 
     kind = "bias"
+    order = 5
     values: Tensor  # [B or 1, Hq or 1, Nq or 1, Nk or 1]
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -58,6 +58,14 @@ class Change:
     """One score modification. Its fields are tensors and numbers; the tensors may require gradients."""
 
     kind: ClassVar[str]
+    # The place among others: 0 divides, 1 caps, 2 to 6 add, 7 replaces the score, 8 joins the softmax.
+    order: ClassVar[int]
+    types: ClassVar[dict[str, type[Change]]] = {}  # of changes as backends take them, by kind
+
+    def __init_subclass__(cls, prepared: bool = True) -> None:
+        """prepared: whether `prepared` returns changes of this class."""
+        if prepared:
+            Change.types[cls.kind] = cls
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors, in the order in which `with_tensors` takes them."""
@@ -123,7 +131,7 @@ class Scores:
                 f"scores must have at most one change of each kind; got two of {kind}. Add their tensors, or write "
                 "scores.function."
             )
-        return Scores(tuple(sorted((*self.changes, *added), key=lambda change: ORDER.index(change.kind))))
+        return Scores(tuple(sorted((*self.changes, *added), key=lambda change: (change.order, change.kind))))
 
     def prepared(self, sizes: Sizes) -> Scores:
         """The changes as backends take them. Raises ValueError if one does not fit an attention of these sizes."""
@@ -190,9 +198,7 @@ class Scores:
         return Scores(tuple(changes))
 
 
-# The order in which changes are applied.
 PAIRS = ("bias", "tile_bias")  # kinds that have a number for every pair of a query and a key
-ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", *PAIRS, "function", "sink")
 
 
 def scores_of(given: object) -> Scores:

@@ -15,6 +15,7 @@ class Distance(Change):
     """Adds `-slope[h] * distance`, or `-slope[h] * log(1 + distance)` if `is_log`."""
 
     kind = "distance"
+    order = 2
     slopes: Tensor  # [Hq]
     is_log: int = 0
 

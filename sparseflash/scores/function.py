@@ -16,10 +16,11 @@ from sparseflash.scores.tracing import Recorded, recorded
 
 
 @dataclass(frozen=True, eq=False)
-class Function(Change):
+class Function(Change, prepared=False):
     """`function(score, b, h, q, k, *tensors)`."""
 
     kind = "function"
+    order = 7
     function: Callable[..., Tensor]
     given: tuple[Tensor, ...]
     derivative: Callable[..., Tensor] | None = None

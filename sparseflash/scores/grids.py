@@ -16,10 +16,11 @@ from sparseflash.scores.relative import Codes
 
 
 @dataclass(frozen=True, eq=False)
-class Grid(Change):
+class Grid(Change, prepared=False):
     """A table over the offsets of cells of a grid; see `relative_2d`."""
 
     kind = "relative"
+    order = 3
     table: Tensor  # [Hq, *(2 * n - 1 for n in shape)]
     shape: tuple[int, ...]
     cells: Tensor | None

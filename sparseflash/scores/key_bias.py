@@ -15,6 +15,7 @@ class KeyBias(Change):
     """Adds `values[b, h, j]`; dimensions of size 1 are shared."""
 
     kind = "key_bias"
+    order = 4
     values: Tensor  # [B or 1, Hq or 1, Nk or 1]
 
     def tensors(self) -> tuple[Tensor, ...]:

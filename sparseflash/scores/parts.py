@@ -6,20 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparseflash.scores.bias import Bias
 from sparseflash.scores.change import Change, Scores
-from sparseflash.scores.distance import Distance
-from sparseflash.scores.key_bias import KeyBias
-from sparseflash.scores.relative import Codes
-from sparseflash.scores.sink import Sink
-from sparseflash.scores.softcap import Softcap
-from sparseflash.scores.temperature import Temperature
-from sparseflash.scores.tile_bias import StoredTiles
-
-# The possible parts of `Scores.prepared`, except for functions, which are no data.
-_TYPES: dict[str, type[Change]] = {
-    each.kind: each for each in (Temperature, Softcap, Distance, Codes, KeyBias, Bias, StoredTiles, Sink)
-}
 
 
 def put_together(described: str, tensors: Sequence[Tensor]) -> Scores:
@@ -35,5 +22,5 @@ def put_together(described: str, tensors: Sequence[Tensor]) -> Scores:
     for text in described.split(";"):
         kind, count, *numbers = text.split(" ")
         own = [next(rest) for _ in range(int(count))]
-        changes.append(_TYPES[kind].of(own, [float(number) for number in numbers]))
+        changes.append(Change.types[kind].of(own, [float(number) for number in numbers]))
     return Scores(tuple(changes))

@@ -26,6 +26,7 @@ class Codes(Change):
     """Adds `table[h, buckets[q_codes[i] - k_codes[j]]]`: every table of relative positions, as backends take it."""
 
     kind = "relative"
+    order = 3
     table: Tensor  # [Hq, R]
     buckets: Tensor  # int32 [C]
     q_codes: Tensor  # int32 [Nq]
@@ -49,10 +50,11 @@ class Codes(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class Relative(Change):
+class Relative(Change, prepared=False):
     """A table over buckets of offsets along one axis; see `relative`."""
 
     kind = "relative"
+    order = 3
     table: Tensor
     bucket: Bucket
     # The arrays of the last lengths and device, which every layer and step of a model asks for.

@@ -15,6 +15,7 @@ class Sink(Change):
     """Adds `exp(logits[h])` to every sum of exponentials of head h."""
 
     kind = "sink"
+    order = 8
     logits: Tensor  # [Hq]
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ class Softcap(Change):
     """`cap * tanh(score / cap)`."""
 
     kind = "softcap"
+    order = 1
     cap: float
 
     def tensors(self) -> tuple[Tensor, ...]:

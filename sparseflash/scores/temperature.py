@@ -24,6 +24,7 @@ class Temperature(Change):
     """Divides scores by `values[b, h, i]`; dimensions of size 1 are shared."""
 
     kind = "temperature"
+    order = 0
     values: Tensor  # [B or 1, Hq or 1, Nq or 1]
 
     def tensors(self) -> tuple[Tensor, ...]:

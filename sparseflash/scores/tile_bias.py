@@ -19,6 +19,7 @@ class StoredTiles(Change):
     """`tile_bias` as backends take it: adds `values[b, h, t, i % block_q, j % block_k]` in tile t."""
 
     kind = "tile_bias"
+    order = 6
     values: Tensor  # [B or 1, Hq or 1, tiles, block_q, block_k]
     tile_numbers: Tensor  # int32 [P, Mq, ceil(Mk / 32), 2], see blockmask/numbering.py
     pattern: Tensor  # int32 [B or 1, Hq or 1]: the number of one of the P patterns
@@ -47,10 +48,11 @@ class StoredTiles(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class TileBias(Change):
+class TileBias(Change, prepared=False):
     """Values for the live tiles of a mask; see `tile_bias`."""
 
     kind = "tile_bias"
+    order = 6
     values: Tensor
     mask: BlockMask
 

@@ -12,6 +12,7 @@ from sparseflash.decode import Backend as Decoder
 from sparseflash.decode import attention_with_cache
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.chosen_keys import selected_keys
+from sparseflash.selected_tokens import token_attention
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
@@ -47,6 +48,11 @@ def over_chosen(
     k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
     if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and span >= 16:
         return selected_attention(q, k, v, index, span=span, scale=how.scale, backend=how.backend)
+    if index.shape[1] == kv_heads and span < 16 and how.decodes:  # kernels that gather single tokens
+        within = torch.arange(span, device=index.device)
+        tokens = torch.where(index.unsqueeze(4) < 0, -1, index.unsqueeze(4) * span + within).flatten(3)
+        out: Tensor = token_attention(q, k, v, tokens, scale=how.scale, backend=how.decoder)
+        return out
     mask = selected_keys(
         index, k_len=frame.k_len, block=128 if span >= 128 else 64, span=span, causal=True,
         group=heads // index.shape[1],

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.masks.select_blocks import select_blocks
 from sparseflash.nn.rotary import Rotary
 from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache
@@ -90,6 +91,11 @@ class BlockSelection(IndexedLayer):
 
     def choice(self, index_q: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, chosen]`."""
+        if frame.packing is None:  # a kernel that keeps no scores
+            return select_blocks(
+                index_q, index_k, top_k=self.chosen, span=self.block, causal=True, sink_blocks=self.first,
+                local_blocks=1,
+            )  # fmt: skip
         blocks = -(-frame.k_len // self.block)
         k = F.pad(index_k, (0, 0, 0, blocks * self.block - frame.k_len))
         # A block with keys of the future is the query's own, which is always chosen.

@@ -48,7 +48,7 @@ def best_blocks(
 def keys_of(index: Tensor, frame: Frame, span: int, rows: Tensor) -> Tensor:
     """Which keys are in the chosen blocks of some queries: bool `[B, H, rows, Nk]`."""
     blocks = -(-frame.k_len // span)
-    some = index[:, :, rows]
+    some = index[:, :, rows].long()
     some = some.masked_fill(some < 0, blocks)
     table = torch.zeros(*some.shape[:3], blocks + 1, dtype=torch.bool, device=index.device).scatter_(3, some, True)
     return table[..., :-1].repeat_interleave(span, 3)[..., : frame.k_len]

@@ -1,5 +1,3 @@
-"""Density, FLOPs, traffic, balance and coarsening, against counts of the dense matrix."""
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""Lint: each mistake is found with its exact numbers, and the library's own masks raise no alarm."""
-
 import pytest
 import torch
 from hypothesis import given

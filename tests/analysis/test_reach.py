@@ -1,5 +1,3 @@
-"""Reach: the boolean powers of the dense matrix, and the facts known about patterns."""
-
 from importlib import import_module
 
 import numpy as np

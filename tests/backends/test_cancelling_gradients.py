@@ -1,5 +1,3 @@
-"""Half-precision gradients of scores where a subtraction cancels, as judged by `testing.compare`."""
-
 import pytest
 import torch
 

@@ -109,7 +109,7 @@ def test_a_bias_whose_rows_begin_anywhere_leaves_scores_in_the_layout_of_the_pro
     assert done.returncode == 0, done.stderr
     counts = [int(line) for line in done.stdout.split()]
     assert len(counts) == 3
-    # Two loops, each with the maximum and the sum of two rows a thread over four threads; Triton may add a few.
+    # Two loops, each with maximum and sum of two rows a thread over four threads; Triton may add a few.
     assert all(16 <= count <= 20 for count in counts), counts
 
 
@@ -153,13 +153,12 @@ def allowed_spills(report):
 @pytest.mark.parametrize("arch", [80, 86, 120])
 def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arithmetic):
     found = reports("--arch", str(arch), "--dim", "128", "--arithmetic", arithmetic)
-    # And exit status 0: within the limit.
     assert {r["kernel"] for r in found} - {"pieces"} == {"forward", "dk_dv", "dq"}
 
 
 @pytest.mark.parametrize("arch", [80, 86, 120])
 def test_so_do_the_widest_heads_in_full_fp32(arch):
-    """Triton reports their shared memory. ptxas is not run: it would take up to five seconds more for these kernels."""
+    """Only shared memory is checked: ptxas would take five seconds more."""
     source = (
         "from experiments.benchmarks.compile.report import launch_all\n"
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
@@ -190,7 +189,6 @@ def test_every_architecture_of_a_run_has_kernels_of_its_own():
 
 @pytest.mark.parametrize("arithmetic", ["float16", "float32"])
 def test_what_is_compiled_before_its_launch_is_what_is_launched(arithmetic):
-    """Examples on the meta device stand for the arguments of calls there."""
     source = (
         "from experiments.benchmarks.compile.report import launch_all\n"
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"

@@ -1,5 +1,3 @@
-"""Dropout: the generator, the dropped weights, the same in every backend. Exactness is in test_exactness."""
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,7 @@ def tensors(batch=1, heads=2, tokens=40, dim=16, dtype=torch.float32):
     return [torch.randn(batch, heads, tokens, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
 
 
-# From the authors' own list of known answers (Random123, tests/kat_vectors).
+# Random123's tests/kat_vectors.
 @pytest.mark.parametrize(
     ("rounds", "word", "want"),
     [
@@ -44,7 +42,7 @@ def test_philox_gives_the_known_answers(rounds, word, want):
     ],
 )
 def test_philox_gives_the_known_answers_of_words_that_all_differ(rounds, want):
-    """The digits of pi, from the same list: a swap of words, or of the seed's halves, is noticed."""
+    """The digits of pi: a swap of words, or of the seed's halves, is noticed."""
     counter = [torch.tensor([word]) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     seed = torch.tensor([(0x299F31D0 << 32) + 0xA4093822])
     assert [x.item() for x in dropout.philox(seed, counter, rounds)] == want
@@ -86,8 +84,8 @@ def test_what_is_kept_is_what_keep_mask_says(backend, seed):
 
 
 def part_of_a_problem(seed, batch=2, heads=2, q_len=37, k_len=56):
-    """Positions of some heads, queries and groups of 16 keys in a problem of 5 heads and 70 by 119 tokens, and the kept
-    weights there, taken from the whole problem's `keep_mask`."""
+    """Positions in a problem of 5 heads and 70 x 119 tokens, and the kept weights there, from the whole problem's
+    `keep_mask`."""
     generator = torch.Generator().manual_seed(2)
     chosen = torch.randperm(5, generator=generator)[:heads]
     queries = torch.randperm(70, generator=generator)[:q_len]

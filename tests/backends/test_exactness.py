@@ -1,7 +1,7 @@
-"""Every backend agrees with dense attention in fp64 as closely as a plain implementation in the same dtype does.
+"""Every backend agrees with dense attention in fp64 as closely as a plain implementation in the same dtype does:
+forward, lse and the three gradients.
 
-Forward, lse and the three gradients, for drawn shapes, masks, heads, layouts and scales. The kernel runs in Triton's
-interpreter on small shapes here, and with `-m gpu` compiled, on larger ones and in bf16.
+The kernels run in Triton's interpreter on small shapes, and with `-m gpu` compiled, on larger ones and in bf16.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def test_blockwise_is_exact(problem):
 @pytest.mark.parametrize("most", [1, 16 * 16 * 6, 16 * 16 * 20], ids=["a row", "some rows", "some heads"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_blockwise_is_exact_a_few_scores_at_a_time(most, dropout_p):
-    """Also for sequences that end in the same block, whose rows are listed together."""
+    """Also for sequences that end in one block, whose rows are listed together."""
     problem = replace(
         spread_out(16, torch.float32, tokens=72, lengths=(70, 66, 69, 41), block=16), dropout_p=dropout_p
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     ("backend", "way"), [("triton", "pointers"), ("triton", "descriptors"), ("blockwise", "pointers")]
 )
 def test_one_key_where_the_gradients_of_scores_cancel(backend, way):
-    """With one key, dp cancels against delta, and only dlse remains of the gradient of a score."""
+    """dp cancels against delta, so only dlse remains of the gradient of a score."""
     problem = Problem(
         None, batch=1, heads=1, kv_heads=1, q_len=47, k_len=1, dim=24, v_dim=16, dtype=torch.float32, scale=None,
         layout="contiguous", seed=0,
@@ -128,7 +128,7 @@ def test_fp32_products_over_many_dims(dim, q_len, k_len, seed):
         check(problem, "triton")
 
 
-# The tables of other architectures run here as well; only their times mean nothing.
+# The tables of other GPUs run here as well.
 _OTHER_TABLES = [(table, arithmetic) for table in ((8, 0), (8, 6)) for arithmetic in ("half", "tf32", "fp32")]
 
 
@@ -172,7 +172,6 @@ def test_configurations_of_other_architectures_are_exact(capability, arithmetic,
 
 
 def test_queries_in_registers_are_exact():
-    """Whether or not this version of Triton uses such configurations by default."""
     config = Config(64, 64, 4, 3)
     with override(configs={"forward": config._replace(q_in_registers=True), "dk_dv": config, "dq": config}):
         check(spread_out(64, torch.float16, **HALF_SIZES), "triton")
@@ -187,7 +186,7 @@ def test_configurations_of_other_architectures_are_exact_on_the_gpu(capability, 
         check(problem, "triton", "cuda", {"half": "bfloat16", "fp32": "float32"}.get(arithmetic, arithmetic))
 
 
-# Each pair of dtype and head dims compiles its own kernels, so the other factors that need new kernels are limited.
+# Each pair of dtype and head dims compiles its own kernels.
 _DIMS = [(16, 16), (32, 32), (64, 16), (64, 64), (72, 72), (80, 48), (96, 128), (128, 128), (192, 64), (256, 256)]
 _GPU_CASES = [
     pytest.param(arithmetic, dims, way, id=f"{arithmetic}-D{dims[0]}-Dv{dims[1]}-{way}")
@@ -205,15 +204,13 @@ _DROPOUT_CASES = [
 
 
 def with_examples(run, found, dims, dtype):
-    """A test of drawn problems, preceded by the given problems with these head dims and dtype."""
     for each in found:
         if (each.dim, each.v_dim, each.dtype) == (*dims, dtype):
             run = example(each)(run)
     return run
 
 
-# One query of a head sees one key: the error of dq was 1.05 times the allowed one when its four draws counted queries
-# without keys.
+# The error of dq was 1.05 times the allowed one while draws counted queries without keys.
 _ONE_LIVE_SCORE_A_HEAD = Problem(
     Recipe(
         "from_dense",
@@ -252,7 +249,6 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
 @pytest.mark.parametrize(("q_len", "k_len"), [(16, 2400), (2400, 16)], ids=["rows", "columns"])
 @pytest.mark.parametrize("kinds", [["full"], ["lower", "upper"]], ids=["full", "partial"])
 def test_lengths_cut_lists_of_more_than_128_tiles(q_len, k_len, kinds):
-    """The kernels count the tiles inside a length 128 at a time."""
     arguments = {
         "q_len": q_len, "k_len": k_len, "block": (16, 16), "patterns": [kinds], "heads": [[0]], "holes": "none",
         "seed": 0,
@@ -285,14 +281,14 @@ def _alike(q_len, k_len, heads, kv_heads, scale, seed):
     )  # fmt: skip
 
 
-# Past errors of an H100 or H200, in fp32: sums of weights, and the bits that tensor cores cut off.
+# Past errors of an H100 or H200 in fp32.
 _FOUND_ON_A_GPU = (
     _alike(77, 639, 4, 4, 0.0, 9587),
     _alike(1, 639, 4, 1, 0.0, 761713637),
     _alike(1, 128, 3, 1, None, 0),
     _alike(1, 255, 3, 1, None, 0),
     Problem(None, 1, 1, 1, 429, 274, 16, 16, torch.float32, None, "contiguous", 8053),
-    # The only weight of a row was not 1 (dv: 1.38), because dq and dk_dv summed a score in other orders.
+    # The only weight of a row was not 1 (dv: 1.38): dq and dk_dv summed a score in different orders.
     Problem(Recipe("dense", {"q_len": 1, "k_len": 1, "block": (32, 32)}, None), 2, 1, 1, 1, 1, 96, 128,
             torch.float32, None, "contiguous", 1),
 )  # fmt: skip
@@ -318,7 +314,7 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
 @pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_scores_that_fp16_cannot_hold_are_no_matter(backend, dtype, autocast):
-    """The largest is 16 * 200 * 200 * scale = 640,000 and then 160,000, and the differences of scores decide."""
+    """The largest score is 640,000 and then 160,000."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-200, 201, (1, 2, 40, 16), generator=generator).to(dtype) for _ in range(2))
     q[:, :, 20], k[:, :, 3], k[:, :, 4], k[:, :, 4, 0] = 200.0, 200.0, 200.0, 199.0

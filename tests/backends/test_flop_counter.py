@@ -1,5 +1,3 @@
-"""PyTorch's `FlopCounterMode` counts the FLOPs of `analysis.flops` for live tiles."""
-
 import os
 
 import pytest

@@ -51,7 +51,6 @@ def test_twenty_runs_give_the_same_bits_and_no_nan(dim, dtype):
 
 
 def bigbird(tokens):
-    """Two global rows and columns, three blocks around the diagonal, three drawn a row."""
     return BlockMask.from_layout(patterns.bigbird(tokens // 128), block=128)
 
 
@@ -79,7 +78,7 @@ def test_global_rows_and_columns_in_chunks_are_right_and_the_same_bits_in_twenty
 @pytest.mark.parametrize(("dim", "backend"), [(32, "triton"), (64, "triton"), (128, "triton"), (128, None)])
 @pytest.mark.parametrize("pattern", ["dense", "butterfly", "local"])
 def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern, dim, backend):
-    """As in a batch for evaluation: most blocks of most rows lie past the end, and hold values whose use would show."""
+    """Most blocks of most rows lie past the end, and hold values whose use would show."""
     tokens, lengths = 2048, torch.tensor([2000, 501, 640, 77, 1023, 1999, 129, 768])
     build = {
         "dense": BlockMask.dense,
@@ -107,7 +106,7 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
 def test_a_cuda_graph_of_a_mask_in_chunks_gives_the_same_bits():
     q, k, v = (x.detach() for x in inputs(1, 1, 8192, 128))
     mask = bigbird(8192).to("cuda")
-    want = attention(q, k, v, mask)  # compiles and plans
+    want = attention(q, k, v, mask)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attention(q, k, v, mask)
@@ -119,7 +118,7 @@ def test_a_cuda_graph_of_a_mask_in_chunks_gives_the_same_bits():
 
 @pytest.fixture
 def memory_to_itself():
-    """Tens of gigabytes for one test at a time, which gives them back: other processes test on the same GPU."""
+    """For tests that need tens of gigabytes: other processes test on the same GPU."""
     import fcntl
 
     with open(Path(tempfile.gettempdir()) / "sparseflash-tests-memory.lock", "w") as lock:
@@ -142,7 +141,7 @@ def test_tensors_of_more_than_two_to_the_31_elements(layout):
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = attention(q, k, v, mask, return_lse=True)
     (dq, dk, dv) = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    # The last head lies past 2^31 elements; alone it does not, and must give the same.
+    # The last head lies past 2^31 elements; alone it does not.
     last = [x[:, -1:].detach().contiguous().requires_grad_() for x in (q, k, v)]
     want, want_lse = attention(*last, mask, return_lse=True)
     want_gradients = torch.autograd.grad(want, last, torch.ones_like(want))
@@ -156,7 +155,7 @@ def test_a_step_with_new_lengths_waits_for_nothing():
     q, k, v = inputs(4, 2, 1000, 64)
     base = masks.butterfly(1000, block=64).to("cuda")
     lengths = torch.randint(1, 1001, (4,), device="cuda")
-    attention(q, k, v, base.with_lengths(lengths)).sum().backward()  # compiles and plans
+    attention(q, k, v, base.with_lengths(lengths)).sum().backward()
     with waiting_raises():
         attention(q, k, v, base.with_lengths(lengths // 2)).sum().backward()
 
@@ -178,7 +177,7 @@ def test_a_cuda_graph_replays_forward_and_backward(name, dtype):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # compiles, plans
+        step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -274,7 +273,7 @@ def test_plans_made_in_the_warm_up_of_a_compiled_cuda_graph():
 
 
 def test_a_plan_made_on_one_stream_serves_another():
-    """The second stream must wait for the plan, which users do not see, and the plan's memory must last."""
+    """The second stream must wait for the plan, and the plan's memory must last."""
     q, k, v = (x.detach() for x in inputs(2, 8, 8192, 64))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     want = attention(q, k, v, masks.butterfly(8192, block=64).to("cuda"))
@@ -287,7 +286,7 @@ def test_a_plan_made_on_one_stream_serves_another():
         with torch.cuda.stream(second):
             two = attention(q, k, v, mask)
         del mask
-        with torch.cuda.stream(first):  # takes the memory that the plan had
+        with torch.cuda.stream(first):
             overwritten = [torch.full((1 << 16,), -1, device="cuda", dtype=torch.int32) for _ in range(64)]
         torch.cuda.synchronize()
         assert torch.equal(one, want) and torch.equal(two, want) and len(overwritten) == 64
@@ -295,7 +294,7 @@ def test_a_plan_made_on_one_stream_serves_another():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_ragged_sparse_case(dtype):
-    """Small enough for `compute-sanitizer --tool memcheck python -m pytest -m gpu -k ragged`."""
+    """For `compute-sanitizer --tool memcheck python -m pytest -m gpu -k ragged`."""
     q, k, v = inputs(2, 2, 333, 72, dtype=dtype, kv_heads=1)
     pattern = (
         masks.local(333, window=50, block=64) if dtype == torch.float32 else masks.butterfly(333, block=32, causal=True)

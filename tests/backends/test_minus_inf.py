@@ -56,7 +56,7 @@ def test_a_score_of_minus_inf_is_dead_beside_others(kind, beside, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_of_minus_inf_is_dead_in_chunks(kind, dtype):
-    """Where rows are split and their partial sums merged: some parts are dead."""
+    """Rows are split, and some parts are dead."""
     with chunks_of(16):
         Case(kind, dtype, others=("sink",), dropout=0.2).check()
 
@@ -118,7 +118,6 @@ LOW = {
 @pytest.mark.parametrize("kind", LOW)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_low_finite_scores_are_not_dead(kind, backend, dtype, lowest):
-    """Queries with only low scores give them equal weights; beside higher scores, low scores have weight 0."""
     device, backend = ("cuda", "triton") if backend == "cuda" else ("cpu", backend)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype) for _ in range(3))
@@ -141,7 +140,6 @@ def test_low_finite_scores_are_not_dead(kind, backend, dtype, lowest):
 @pytest.mark.parametrize("dim", [32, 64, 128])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_of_minus_inf_is_dead_on_the_gpu(kind, dim, dtype, backend):
-    """In rows of several tiles of 128 keys that may begin with two dead tiles."""
     large = {"tokens": 700, "tile": 256, "block": 128, "dim": dim}
     Case(kind, dtype, **large).check(backend, "cuda")
     if dim == 64:

@@ -1,5 +1,3 @@
-"""The operators work with PyTorch's features: opcheck, torch.compile, autocast, checkpointing, no_grad."""
-
 import warnings
 from unittest import mock
 
@@ -14,7 +12,7 @@ from sparseflash.backends import blockwise, registration
 from sparseflash.backends.triton import api
 
 N, DIM = 48, 16
-FEW = 12  # one tile: these tests call many times
+FEW = 12  # one tile
 SOME = 20  # two tiles
 BACKENDS = ["blockwise", "triton"]
 
@@ -184,11 +182,10 @@ def test_gradients_of_gradients_are_refused(backend):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dim", [16, 18])  # rows of 18 numbers are copied to where descriptors can read them
+@pytest.mark.parametrize("dim", [16, 18])  # rows of 18 numbers are copied for descriptors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_dies_with_its_mask_without_the_garbage_collector(backend, dtype, dim, training):
-    """A reference cycle would keep GPU memory until the collector runs, and GPU memory does not trigger it."""
     import gc
     import weakref
 
@@ -198,7 +195,7 @@ def test_a_plan_dies_with_its_mask_without_the_garbage_collector(backend, dtype,
     gc.disable()
     try:
         for used in (mask, mask.with_lengths([FEW - 3])):
-            for _ in range(2):  # the second call is like the first, which is cached
+            for _ in range(2):
                 out = attention(q, k, v, used, backend=backend)
                 if training:
                     out.sum().backward()
@@ -273,7 +270,7 @@ def test_forward_mode_derivatives_are_refused_and_not_taken_for_zero(backend, dt
         return attention(x, k, v, mask, backend=backend)
 
     for _ in range(2):
-        run(q)  # a repeated call skips most checks
+        run(q)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         run(dual(q, torch.ones_like(q)))
     with pytest.raises(NotImplementedError, match=f"jvp, jacfwd.*{backend}"):
@@ -312,7 +309,7 @@ def test_functional_gradients_are_refused_in_our_words(backend):
 
 
 def transformed(run):
-    """Transforms that need derivatives of `run` which no backend has, though the innermost one may not say so."""
+    """Transforms that need derivatives which no backend has."""
 
     def total(x):
         return run(x).sum()
@@ -362,7 +359,6 @@ def test_code_that_was_compiled_before_does_not_take_a_tangent_for_zero(backend)
     torch.compiler.reset()
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q), run(q))
-    # The graph is used again, or made again and refused then, in an error of PyTorch's compiler around ours.
     with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match=r"forward-mode derivatives \(jvp"):
         compiled(dual(q, torch.ones_like(q)))
 
@@ -425,7 +421,7 @@ def test_vmap_gives_each_what_it_has_alone_in_one_call_where_it_can(backend, in_
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_gradients_at_once_are_those_one_by_one(backend):
-    """As in `torch.autograd.functional.jacobian(vectorize=True)`, whose batched gradients look like a plain tensor."""
+    """As in `jacobian(vectorize=True)`, whose batched gradients look like a plain tensor."""
     inputs = tensors(tokens=FEW)
     out, lse = attention(*inputs, masks.causal(FEW, block=16), return_lse=True, backend=backend)
     generator = torch.Generator().manual_seed(1)
@@ -470,7 +466,7 @@ def test_lengths_and_seeds_made_in_inference_mode_can_be_trained_with(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_what_hooks_bring_back_may_lie_at_any_address(dtype):
-    """The backward is compiled for lse and, in fp32, saved maxima at multiples of 16 bytes."""
+    """Kernels are compiled for lse and saved maxima at multiples of 16 bytes."""
 
     def away(x):
         if x.numel() == 0:
@@ -506,7 +502,7 @@ def test_what_hooks_bring_back_may_have_other_strides(dtype, backend):
     q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors(dtype=dtype))
     mask = masks.causal(q.shape[2], block=16)
     want = torch.autograd.grad(attention(q, k, v, mask, backend=backend).sum(), (q, k, v))
-    for _ in range(2):  # the second is like an earlier call
+    for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous().clone(), lambda x: x):
             got = torch.autograd.grad(attention(q, k, v, mask, backend=backend).sum(), (q, k, v))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -554,7 +550,7 @@ def test_plans_survive_hooks_that_copy_what_is_saved():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_tensors_that_overlap_themselves(backend):
     base = torch.randn(1, 2, SOME + 31, generator=torch.Generator().manual_seed(0))
-    x = base.unfold(-1, 32, 1).requires_grad_()  # [1, 2, SOME, 32], all strides of the tokens 1
+    x = base.unfold(-1, 32, 1).requires_grad_()  # strides of the tokens are 1
     assert torch.empty_like(x).stride(-1) != 1
     got = torch.autograd.grad(attention(x, x, x, backend=backend).square().sum(), x)
     want = torch.autograd.grad(attention(x, x, x, backend="reference").square().sum(), x)

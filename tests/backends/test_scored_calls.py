@@ -1,4 +1,4 @@
-"""Calls with score modifications bypass the registered operator if they are plain, and go through it otherwise."""
+"""Plain calls with score modifications bypass the registered operator."""
 
 import contextlib
 import weakref
@@ -14,7 +14,7 @@ from sparseflash import attention, masks, scores
 from sparseflash.backends import blockwise, direct, scored_function
 from sparseflash.backends.triton import api
 
-N = 12  # one tile: the operators' arguments do not depend on the number
+N = 12
 OPERATORS = {"blockwise": blockwise.scored_attention, "triton": api.scored_attention}
 KINDS = ("alibi", "t5", "softcap", "function")
 
@@ -195,7 +195,7 @@ def test_only_gradients_that_are_wanted_are_computed(backend):
     for x in problem.inputs:
         x.requires_grad_(False)
         x.grad = None
-    sum(x.sum() for x in problem.run()).backward()  # of the slopes alone
+    sum(x.sum() for x in problem.run()).backward()
     assert all(x.grad is None for x in problem.inputs)
 
 
@@ -278,7 +278,6 @@ def test_vmap_is_refused_in_our_words(kind, backend):
     refused = pytest.raises(NotImplementedError, match=r"torch\.vmap over an attention whose scores are changed")
     with refused:
         torch.vmap(lambda x: problem.run(x, *others)[0])(torch.stack([q, q]))
-    # Tensors that it does not wrap are computed as always, but where a function is called.
     with refused if kind == "function" else contextlib.nullcontext():
         found = torch.vmap(lambda x: x * problem.run(q, *others)[0])(torch.ones(2))
         assert torch.equal(found[1], problem.run(q, *others)[0])

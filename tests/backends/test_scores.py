@@ -1,5 +1,3 @@
-"""The Triton kernels with score modifications: exactness in the interpreter, and on a GPU exactness and equal bits."""
-
 from unittest import mock
 
 import pytest
@@ -36,7 +34,6 @@ def test_the_kernels_are_exact_in_the_interpreter(dtype, data):
 
 
 def local(dtype, tokens, **others):
-    """Grouped heads, a causal window and padding."""
     arguments = {"q_len": tokens, "window": tokens // 2, "causal": True, "block": (16, 16)}
     sizes = {"q_len": tokens, "k_len": tokens, "dim": 16, "v_dim": 16, "heads": 4, "kv_heads": 2, "batch": 2}
     common = {"scale": None, "layout": "contiguous", "seed": 3, "dtype": dtype}
@@ -69,7 +66,7 @@ def widest_gathered(tilings: list[Tiling]) -> Tiling:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
-    def bucket(offsets):  # a bucket that comes back, so that the sums of several runs are added to its entry
+    def bucket(offsets):  # a bucket that comes back
         return offsets // 48 % 3
 
     def results_in(backend, dtype):
@@ -84,7 +81,7 @@ def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
     codes = scores.relative(torch.zeros(2, 3), bucket).prepared(Sizes(1, 2, 160, 160, torch.device("cpu")))
     smallest = torch.arange(160, 300, 16)
     shared = codes.until[smallest] >= smallest + 30
-    assert shared.any() and not shared.all()  # tiles of 16 x 16 of both kinds
+    assert shared.any() and not shared.all()
     with plain():
         of_plain = results_in("reference", dtype)
     found = testing.compare_results(results_in("triton", dtype), results_in("reference", torch.float64), of_plain)
@@ -92,7 +89,6 @@ def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
 
 
 def test_tables_whose_buckets_change_with_every_key():
-    """Kernels go through the buckets of a tile then, not through its runs of codes."""
     changes = scores.relative(torch.randn(2, 3, dtype=torch.float64), lambda offsets: offsets % 3)
     codes = changes.prepared(Sizes(1, 2, 100, 120, torch.device("cpu")))
     assert not codes.until.numel() and codes.q_codes.numel() == 100
@@ -137,7 +133,7 @@ def test_the_lse_of_a_query_without_keys_is_its_sink():
     for dtype in (torch.float16, torch.float32):
         q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
         logits = torch.randn(2, requires_grad=True)
-        for _ in range(2):  # a repeated call skips checks
+        for _ in range(2):
             out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend="triton")
             assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == logits.view(1, 2, 1)).all()
             assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits, retain_graph=True)[0] == 0).all()
@@ -147,7 +143,6 @@ def test_the_lse_of_a_query_without_keys_is_its_sink():
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_sink_of_minus_infinity_is_none(dtype, backend):
-    """Also for queries without keys."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     logits = torch.full((2,), -torch.inf, requires_grad=True)
@@ -161,7 +156,6 @@ def test_a_sink_of_minus_infinity_is_none(dtype, backend):
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
-    """Also for queries without keys."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     logits = torch.full((2,), 3e4, requires_grad=True)
@@ -174,7 +168,7 @@ def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dtype, backend):
-    """As in a merge of parts by their lse, for a query without keys in any part: -inf - -inf."""
+    """As in a merge of parts by their lse: -inf - -inf."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype) for _ in range(3))
     learned = {
@@ -238,7 +232,7 @@ def test_the_lowest_bias_of_fp32_leaves_no_weight_unless_it_is_that_of_all_keys(
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
 def test_nor_does_so_low_a_bias_in_half_precision(device, dtype, dead, lowest):
-    """Padding on the left: a first tile of nothing else, and queries that see nothing else, whose dout is 0."""
+    """Padding on the left: a first tile of nothing else, and queries that see nothing else."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     dout = torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype)
@@ -260,7 +254,7 @@ def test_nor_does_so_low_a_bias_in_half_precision(device, dtype, dead, lowest):
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
 def test_weights_of_rows_with_only_very_low_biases_are_finite_and_the_least_low_wins(device, dtype):
-    """lse is rounded at the magnitude of the bias, so that the exponent of a recomputed weight may be any number."""
+    """lse is rounded at the magnitude of the bias, so the exponent of a recomputed weight may be any number."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3))
     low = -(10.0 ** (28 + 10 * torch.rand(80, generator=generator)))  # of each query
@@ -317,7 +311,6 @@ def test_a_learned_tensor_without_a_gradient_costs_none():
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["empty", "zeros"])
 def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_shared(name, batch):
-    """It begins as zeros only if there are dead tiles."""
     mask = masks.causal(40, block=16) if name == "zeros" else None
     q = torch.randn(batch, 2, 40, 16, dtype=torch.float16, requires_grad=True)
     bias = torch.randn(1, 2, 40, 40, dtype=torch.float16, requires_grad=True)
@@ -337,7 +330,7 @@ def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_
     "mask", [None, masks.causal(40, block=16), BlockMask.dense(40, block=16).with_lengths([40, 17])]
 )
 def test_the_gradients_of_all_pairs_are_written(mask):
-    """Whatever their memory held before: PyTorch fills it with NaN here."""
+    """PyTorch fills new memory with NaN here."""
     q, k, v = (torch.randn(2, 2, 40, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 2, 40, 40, requires_grad=True)
     gains = torch.randn(2, 2, 40, 40, requires_grad=True)
@@ -359,7 +352,7 @@ def test_sums_of_groups_are_those_of_their_rows(each):
 
 
 def test_sums_of_groups_of_known_sizes_ask_the_device_for_nothing():
-    """Otherwise no CUDA graph could record the backward of slopes on Hopper where columns are cut."""
+    """Otherwise no CUDA graph could record it."""
     values, group = torch.ones(8, 2), torch.zeros(8, dtype=torch.int64)
     with NoWaiting():
         found = sums_of_groups(values, group, 3, None, most=8)
@@ -391,8 +384,7 @@ def test_gradients_have_the_strides_that_compiled_code_expects():
 # ---------------------------------------------------------------------- on a GPU
 
 
-# Each pair of head dims, block and combination of changes compiles its own kernels: a case has few of them, and all
-# cases together have all.
+# Each pair of head dims, block and combination of changes compiles its own kernels: all cases together have all.
 _DIMS = [(16, 16), (64, 64), (128, 64), (16, 64), (64, 16), (128, 16)]
 _BLOCKS = [(64,), (16,), (128,), (16, 128)]
 _GPU_CASES = [
@@ -426,7 +418,7 @@ def test_steep_decays_are_rounded_alike_in_both_passes_on_the_gpu(kind, seed):
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_stages_that_do_not_fit_are_left_out_and_the_rest_is_exact_on_the_gpu(dtype, function):
-    """A bias in fp32 and a function, one block: the stages of dq at D = 128 need more than a program has on Hopper."""
+    """The stages of dq at D=128 need more shared memory than a program has on Hopper."""
     recipe = Recipe("dense", {"q_len": 128, "k_len": 128, "block": (128, 128)}, (100,))
     problem = Problem(recipe, batch=1, heads=2, kv_heads=2, q_len=128, k_len=128, dim=128, v_dim=128, dtype=dtype,
                       scale=None, layout="contiguous", seed=0)  # fmt: skip

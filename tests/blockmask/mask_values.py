@@ -1,5 +1,3 @@
-"""Masks for tests of `BlockMask`, and their equality."""
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st

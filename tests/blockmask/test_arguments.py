@@ -1,5 +1,3 @@
-"""Arguments that are no mask, or no bool, are refused by every function, in one way."""
-
 import inspect
 import re
 

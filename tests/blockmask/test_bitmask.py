@@ -1,5 +1,3 @@
-"""Packing, counting and deduplicating the bits of tiles."""
-
 from unittest import mock
 
 import numpy as np
@@ -96,7 +94,6 @@ def assert_deduplicated(words, unique, inverse):
     assert as_keys(unique) == distinct_in_order(as_keys(words))
 
 
-# The number of tiles that are compared as bytes: all that are drawn, or none.
 ROADS = pytest.mark.parametrize("few", [bitmask.FEW, 0])
 
 
@@ -135,7 +132,7 @@ def test_tiles_that_differ_in_one_score_are_distinct(slow_roads):
 
 def test_colliding_fingerprints_take_the_slow_road_and_lose_no_tile(monkeypatch, slow_roads):
     monkeypatch.setattr(bitmask, "FEW", 0)
-    # With all factors 1 a fingerprint is the sum of a tile's words, so exchanging two words collides.
+    # The fingerprint is the sum of a tile's words, so exchanging two words collides.
     monkeypatch.setattr(torch, "randint", lambda low, high, size, **options: torch.ones(size, dtype=torch.int64))
     words = bitmask.pack(drawn_tiles(1, (16, 64), seed=3)).repeat(4, 1, 1)
     words[1] = words[0].flip(0)

@@ -1,5 +1,3 @@
-"""`BlockMask` as a value: derived data, equality, hashing, copying, moving and printing."""
-
 import copy
 import dataclasses
 import pickle
@@ -23,7 +21,7 @@ from tests.watched.largest_tensor import LargestTensor
 @given(block_masks(MOST, batch=2, heads=3))
 def test_density_is_the_mean_of_the_dense_mask(mask):
     assert mask.density == pytest.approx(mask.to_dense().double().mean().item(), abs=1e-12)
-    assert mask.density == mask.density  # the second time, from the cache
+    assert mask.density == mask.density
 
 
 def test_density_with_lengths_is_the_same_in_chunks(monkeypatch):
@@ -165,7 +163,6 @@ def test_a_pickled_mask_comes_back_equal(mask):
 
 @pytest.mark.parametrize("is_view", [False, True])
 def test_a_mask_goes_to_a_new_process(tmp_path, is_view):
-    # Arrays travel as file descriptors, which must still be open when the process starts, after all is pickled.
     mask = masks.causal(300, block=64).with_lengths(torch.tensor([200, 300]))
     if is_view:
         mask = dataclasses.replace(mask, indices=torch.cat([mask.indices, mask.indices])[: len(mask.indices)])
@@ -281,7 +278,7 @@ def test_words_are_the_bits_or_a_dead_tile():
 def test_what_users_see_of_a_mask_is_documented_with_an_example(name):
     found = vars(BlockMask)[name]
     if name in {each.name for each in dataclasses.fields(BlockMask)}:
-        return  # documented in the class
+        return
     assert ">>>" in found.__doc__
     if not isinstance(found, property):  # methods are known by the class's name, wherever they are written
         method = getattr(BlockMask, name)
@@ -304,7 +301,7 @@ def test_what_users_see_of_a_mask_is_documented_with_an_example(name):
 )
 def test_a_million_tokens_take_under_a_second_and_16_megabytes(build):
     def seconds():
-        start = time.process_time()  # of this process alone: others may be busy
+        start = time.process_time()  # others may be busy
         build()
         return time.process_time() - start
 
@@ -322,7 +319,7 @@ def test_a_million_tokens_take_under_a_second_and_16_megabytes(build):
     ids=["causal", "dense", "local"],
 )
 def test_a_list_of_a_million_tiles_takes_few_times_its_memory(build, times):
-    """Bytes that NumPy allocates at most, in sizes of the mask. Rows and columns are lists of int64."""
+    """Peak memory of NumPy, in sizes of the mask."""
     build(1024)
     tracemalloc.start()
     try:

@@ -1,5 +1,3 @@
-"""Data derived from a mask is cached with it, and with nothing that might become another mask."""
-
 import dataclasses
 import gc
 import json
@@ -36,9 +34,9 @@ def plans_made():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
-    """Inductor may reuse the memory, and the Python object, of a tensor that a compiled graph no longer needs."""
+    """Inductor may reuse the memory and the Python object of a tensor that a compiled graph no longer needs."""
     q, k, v = tensors()
-    attention(q, k, v, masks.causal(N, block=16), backend=backend)  # registers the operator
+    attention(q, k, v, masks.causal(N, block=16), backend=backend)
     few, many = masks.local(N, window=9, block=16), masks.local(N, window=25, block=16)
     buffer = torch.zeros(len(many.indices), dtype=torch.int32)
     for mask in (few, many, few):
@@ -51,7 +49,7 @@ def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
 
 
 def test_nothing_is_kept_with_a_mask_that_a_compiled_graph_has_returned():
-    """The memory of its arrays may be the graph's, and hold another mask after the next call."""
+    """Its memory may be the graph's, and hold another mask after the next call."""
 
     def chosen(scores):
         return masks.top_k_blocks(scores, k=2, q_len=N, block=16)
@@ -79,7 +77,6 @@ def test_a_chosen_mask_may_cross_a_graph_break():
 
 
 def rebuilt(mask, **changed):
-    """The mask, rebuilt from all of its fields as FSDP does for a module's inputs."""
     parts = {each.name: getattr(mask, each.name) for each in dataclasses.fields(mask)}
     return dataclasses.replace(mask, **{**parts, **changed})
 
@@ -138,7 +135,7 @@ def test_a_mask_made_in_compiled_code_that_outlives_it_is_planned_once():
 
 def test_lengths_are_pickled_as_they_are_wherever_they_lay():
     mask = masks.local(N, window=9, block=16)
-    for length in range(20):  # each at the address of the one before
+    for length in range(20):
         padded = dataclasses.replace(mask, lengths=torch.tensor([length, 99], dtype=torch.int32)[:1].expand(2, 1))
         assert pickle.loads(pickle.dumps(padded)).lengths.tolist() == [[length]] * 2
         del padded
@@ -219,8 +216,7 @@ def test_clear_caches_empties_what_changes_of_scores_keep():
     attention(q, k, v, scores=table + own)
 
 
-# Prints cached functions, and empty containers of modules, in a process that has imported the whole library and called
-# nothing: these containers are there to be filled.
+# Prints cached functions and empty containers of modules, in a process that has only imported the library.
 CACHES = """
 import collections, functools, gc, importlib, json, pkgutil, sys, weakref
 import sparseflash
@@ -249,7 +245,6 @@ print(json.dumps({
 
 
 def test_every_cache_of_the_library_is_bounded_and_emptied_by_clear_caches():
-    """Except for handles of shared libraries, one for each function, and tensors that recorded graphs read."""
     done = python("-c", CACHES, server=interpreting())
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -268,7 +263,6 @@ class Columns(torch.nn.Module):
 
 
 def parts_of_fake_inputs(mask):
-    """Data derived from a real mask while PyTorch runs on fake tensors, and data that depends only on numbers."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         mask.columns, tile_numbers(mask)
         masks.top_k_blocks(torch.rand(2, 1, 5, 5), k=2, q_len=70, block=16, causal=True, group=3)

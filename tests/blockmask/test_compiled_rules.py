@@ -1,5 +1,3 @@
-"""Rules in a function that torch.compile compiles: the numbers that they read are guarded, or they are refused."""
-
 import numpy as np
 import pytest
 import torch
@@ -65,7 +63,6 @@ def keyword_default():
     return rule, lambda value: rule.__kwdefaults__.update(window=value)
 
 
-# A rule and what changes the number that it reads.
 CHANGES = {
     "a global number": lambda: (of_global, lambda value: set_global("WINDOW", value)),
     "a global number in a function that it calls": lambda: (within, lambda value: set_global("WINDOW", value)),

@@ -1,5 +1,3 @@
-"""Masks that are built in a function that torch.compile compiles."""
-
 import pytest
 import torch
 from torch import nn

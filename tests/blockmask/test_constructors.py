@@ -1,5 +1,3 @@
-"""Constructors of `BlockMask` agree with one another and are canonical."""
-
 import math
 
 import numpy as np
@@ -81,11 +79,10 @@ def test_tiles_in_any_order_and_any_form_give_the_same_mask(drawn, seed):
     q_len, k_len = dense.shape[2:]
     rows, cols = math.ceil(q_len / block[0]), math.ceil(k_len / block[1])
     rng = np.random.default_rng(seed)
-    # Scores past the ends are arbitrary; `from_tiles` must drop them.
     padded = torch.from_numpy(rng.random((rows * block[0], cols * block[1])) < 0.5)
     padded[:q_len, :k_len] = dense[0, 0]
     grid = padded.view(rows, block[0], cols, block[1]).transpose(1, 2).reshape(-1, *block)
-    # All tiles are listed, in any order, dead ones too, equal bits more than once; full ones either way.
+    # Tiles in any order, dead and equal ones among them.
     order = torch.from_numpy(rng.permutation(rows * cols))
     tile = torch.arange(1, rows * cols + 1)
     tile[grid.all(-1).all(-1) & torch.from_numpy(rng.random(rows * cols) < 0.5)] = 0
@@ -118,7 +115,6 @@ def test_tiles_may_be_lists_and_arrays():
 @given(dense_with_block(batch=1, heads=1))
 def test_looking_scores_up_gives_the_same_mask(drawn):
     dense, block = drawn
-    # Indexing raises where a position lies past the end.
     mask = BlockMask.from_function(lambda q, k: dense[0, 0][q, k], *dense.shape[2:], block=block)
     assert_same(mask, BlockMask.from_dense(dense, block=block))
 

@@ -1,5 +1,3 @@
-"""The refusals of the constructors of `BlockMask`, and their messages."""
-
 import dataclasses
 import math
 import re

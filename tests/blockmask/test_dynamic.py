@@ -1,4 +1,4 @@
-"""Dynamic masks: unused capacity, dead and equal tiles, equal patterns. They equal their canonical form."""
+"""Masks with unused capacity, dead and equal tiles, equal patterns: they equal their canonical form."""
 
 import dataclasses
 import pickle
@@ -115,7 +115,7 @@ def test_columns_hold_what_the_rows_hold(mask, seed):
 
 @pytest.mark.parametrize("col_blocks", [16_383, 16_384, 20_000, 32_767, 32_768, 70_000])
 def test_columns_are_right_however_wide_the_mask(col_blocks):
-    """They are sorted in 16 bits if these hold all numbers, including the numbers of the unused capacity."""
+    """Columns are sorted in 16 bits if these hold all numbers."""
     used = [0, 5, col_blocks - 2, col_blocks - 1]
     indptr, indices = torch.tensor([0, len(used)]), torch.tensor([*used, col_blocks - 1, 3])
     tile = torch.tensor([1, 0, 0, 1, 1, 0])
@@ -220,7 +220,6 @@ def test_torch_compile_does_not_compile_again_for_a_dynamic_mask():
 
 
 def of_dead_tiles_only():
-    """Block row 0 has two tiles, both dead; row 1 a dead one before a full one."""
     arrays = {"indptr": [0, 2, 4], "indices": [0, 1, 0, 1, 1], "tile": [1, 1, 1, 0, 0], "pattern": [[0]]}
     arrays = {name: torch.tensor(values, dtype=torch.int32) for name, values in arrays.items()}
     return BlockMask(32, 32, 16, 16, bits=torch.zeros(1, 16, 1, dtype=torch.int32), **arrays, dynamic=True).validate()

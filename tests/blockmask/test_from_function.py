@@ -1,5 +1,3 @@
-"""`BlockMask.from_function`: where a rule is called, and which rules are allowed."""
-
 import math
 
 import numpy as np
@@ -26,8 +24,6 @@ def test_a_predicate_may_depend_on_queries_or_keys_alone_or_on_nothing():
 
 
 class Recorder:
-    """A predicate that remembers where it was called."""
-
     def __init__(self, live, shape):
         self.live, self.asked, self.sizes = live, torch.zeros(shape, dtype=torch.bool), []
 
@@ -58,7 +54,6 @@ def test_candidates_limit_where_a_predicate_is_asked(drawn, seed):
         live = Recorder(lambda q, k: (q - k).abs() < 20, (q_len, k_len))
         mask = BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates)
         assert torch.equal(live.asked, inside)
-        # Tiles that are no candidates are dead, whatever the predicate returns.
         assert_same(mask, BlockMask.from_dense(near & inside, block=block))
 
 
@@ -129,7 +124,7 @@ def test_borders_of_chunks_leave_no_trace(monkeypatch, scores, pairs):
 def test_borders_of_chunks_leave_no_trace_in_candidates(monkeypatch):
     layout = masks.butterfly(200, block=16).to_dense()[0, 0, ::16, ::16]
     whole = BlockMask.from_function(rule("near", 90), 200, block=16, candidates=layout)
-    monkeypatch.setattr(rules, "_PAIRS_AT_ONCE", 30)  # two block rows
+    monkeypatch.setattr(rules, "_PAIRS_AT_ONCE", 30)
     for candidates in (layout, lambda i, j: layout[i, j], layout.nonzero(as_tuple=True)):
         assert_same(BlockMask.from_function(rule("near", 90), 200, block=16, candidates=candidates), whole)
 

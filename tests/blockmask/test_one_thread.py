@@ -1,5 +1,3 @@
-"""Masks are made on one of PyTorch's threads, whatever other threads do."""
-
 import sys
 import threading
 
@@ -15,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's threa
 
 @pytest.fixture(autouse=True)
 def two_threads():
-    """On this thread, and for those that have used PyTorch before; the tests run with one otherwise."""
+    """The tests run with one thread otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -27,7 +25,7 @@ def test_only_the_thread_itself_has_one():
     leave = threading.Event()
 
     def other():
-        found.append(torch.get_num_threads())  # has one of its own from now on
+        found.append(torch.get_num_threads())
         inside.wait()
         found.append(torch.get_num_threads())
         new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
@@ -59,7 +57,6 @@ def test_the_number_comes_back_after_an_error_and_from_within():
 
 
 def test_a_number_that_is_set_within_stays():
-    """By a rule of the user's, for example."""
     with one_thread():
         torch.set_num_threads(3)
     assert torch.get_num_threads() == 3
@@ -90,7 +87,6 @@ def test_a_number_that_is_set_within_stays():
     ],
 )
 def test_masks_are_made_on_one_thread(build, monkeypatch):
-    """Their constructor is called there."""
     found, check = [], BlockMask.__post_init__
     monkeypatch.setattr(
         BlockMask, "__post_init__", lambda mask: (found.append(torch.get_num_threads()), check(mask))[1]

@@ -1,5 +1,3 @@
-"""`&`, `|`, `^`, `-`, `~`, padding as bits, stacking: each equals the same on dense matrices, score by score."""
-
 import operator
 
 import pytest
@@ -57,7 +55,7 @@ def test_an_operator_does_to_masks_what_it_does_to_dense_matrices(name, pair):
     result = of_masks(a, b)
     assert_is(result, of_dense(dense_a, dense_b))
     assert (result.block_q, result.block_k) == (min(a.block_q, b.block_q), min(a.block_k, b.block_k))
-    assert torch.equal(a.to_dense(), dense_a) and torch.equal(b.to_dense(), dense_b)  # nothing was written to
+    assert torch.equal(a.to_dense(), dense_a) and torch.equal(b.to_dense(), dense_b)
 
 
 @given(block_masks(MOST, batch=2, heads=3))
@@ -81,7 +79,6 @@ def test_the_laws_of_boolean_algebra(group):
     assert x & (y | z) == (x & y) | (x & z)
     assert x | y == y | x and x & y == y & x and x ^ y == y ^ x
     assert (x ^ y) ^ y == (x | y).reblock(((x ^ y).block_q, (x ^ y).block_k)) - (y - x)
-    # And with separate padding, up to its representation.
     assert ((a | b) - (a & b)).bake_lengths() == (a ^ b).bake_lengths() == x ^ y
     assert ((a - b) - c).bake_lengths() == (a - (b | c)).bake_lengths()
 
@@ -235,7 +232,7 @@ def test_per_batch_puts_sequences_side_by_side(group):
     expected = torch.cat([mask.to_dense().expand(-1, heads, -1, -1) for mask in group], dim=0)
     result = masks.per_batch(group)
     assert_is(result, expected)
-    assert (result.lengths is None) == all(mask.lengths is None for mask in group)  # never baked
+    assert (result.lengths is None) == all(mask.lengths is None for mask in group)
 
 
 def test_one_mask_stacked_is_that_mask():
@@ -328,7 +325,6 @@ def test_a_million_tokens_are_combined_in_seconds(name):
     result, seconds, megabytes = peak_of(lambda: BINARY[name][0](window, butterfly))
     assert seconds < 5 and megabytes < 100
     assert result.nbytes < 4e6
-    # Inclusion and exclusion, exact: every score is counted once.
     of = {"and": lambda a, b, both: both, "or": lambda a, b, both: a + b - both}
     of |= {"xor": lambda a, b, both: a + b - 2 * both, "minus": lambda a, b, both: a - both}
     scores = [round(mask.density * tokens * tokens) for mask in (result, window, butterfly, window & butterfly)]

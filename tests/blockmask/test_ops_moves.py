@@ -1,5 +1,3 @@
-"""reblock, crop, permute, transpose: each equals indexing the dense matrix."""
-
 import numpy as np
 import pytest
 import torch
@@ -113,7 +111,6 @@ def test_select_takes_batch_elements_and_heads_of_the_dense_matrix(mask, data):
     elements, numbers = (x if size > 1 else [0] for x, size in zip((elements, numbers), dense.shape))
     result = mask.select(batch=batch, heads=heads)
     result.validate()
-    # A pattern for all heads, or elements, is equivalent to a shared one.
     assert torch.equal(result.to_dense().expand(len(elements), len(numbers), -1, -1), dense[elements][:, numbers])
     assert torch.equal(mask.to_dense(), dense)
     assert mask.select() == mask
@@ -125,7 +122,7 @@ def test_selected_heads_are_the_masks_that_were_put_together():
     for number, part in zip(range(4), (parts[0], *parts)):
         assert mask.select(heads=number) == part
     assert masks.per_head([mask.select(heads=slice(0, 2)), mask.select(heads=slice(2, None))]) == mask
-    assert mask.select(batch=[0, 0, 7]) == mask  # the same for every element
+    assert mask.select(batch=[0, 0, 7]) == mask
     padded = parts[1].with_lengths([300, 4, 90])
     assert padded.select(batch=[2, 0]) == parts[1].with_lengths([90, 300])
     assert masks.per_batch(parts).with_lengths([300, 4, 90]).select(batch=2) == parts[2].with_lengths([90])
@@ -352,7 +349,7 @@ def test_permute_in_chunks(name, limit, monkeypatch, one_tile_at_once):
 
 
 def test_an_order_that_recurs_makes_bits_once(monkeypatch):
-    # Tiles of 4 x 4 pixels in an image of 32 x n: every block of 64 tokens is made of the same four rows of pixels.
+    # Every block of 64 tokens is made of the same four rows of pixels.
     counts, original = [], permute_module._words_of
 
     def counting(parts, sources, known):
@@ -475,7 +472,7 @@ def test_a_million_tokens_keep_the_window_they_had():
 
 
 def test_everything_is_made_on_the_device_of_the_mask():
-    # An array created without a device would lie on this one, without data.
+    # The default device.
     mask, other = masks.local(300, window=70, block=32), masks.butterfly(300, block=16, causal=True)
     padded, order = mask.with_lengths(torch.tensor([3, 130, 300])), random_order(300, 7)
     moved = torch.cat([torch.arange(256).view(8, 32).flip(0).flatten(), torch.arange(256, 300)])

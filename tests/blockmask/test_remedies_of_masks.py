@@ -1,5 +1,3 @@
-"""The errors of masks where tensors or masks of other libraries are expected."""
-
 import copy
 import pickle
 from collections.abc import Iterable

@@ -1,5 +1,3 @@
-"""Rules of batch element and head have the same meaning for single numbers, however they are written."""
-
 import numpy as np
 import pytest
 import torch
@@ -196,7 +194,7 @@ def test_threads_may_make_masks_together():
 
 
 def test_other_threads_may_use_vmap_while_a_mask_is_made():
-    """PyTorch's switch for operations without a batching rule is of all threads, so it is left alone."""
+    """PyTorch's switch for operations without a batching rule holds for all threads."""
     found = []
 
     def rule(q, k):
@@ -226,8 +224,6 @@ def test_an_operation_without_a_batching_rule_is_not_called_for_each_score():
     lambda q, k: k.flip(-1) <= q, lambda q, k: q.double().mean() >= k,
 ])  # fmt: skip
 def test_an_array_whose_numbers_depend_on_one_another_is_refused(depends):
-    """Also where vmap cannot call the rule, here because of NumPy, and few places show it."""
-
     def uncalled(k):
         return torch.from_numpy(np.isin(k.numpy(), [0, 5, 900]))
 

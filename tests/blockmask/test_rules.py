@@ -1,5 +1,3 @@
-"""Rules of four arguments, FlexAttention's `mask_mod`: a mask for each batch element and head."""
-
 import pytest
 import torch
 from hypothesis import given

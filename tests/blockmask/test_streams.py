@@ -1,4 +1,4 @@
-"""Tensors made on one CUDA stream and read on another, as far as a machine without a GPU can test it."""
+"""CUDA streams, as far as a machine without a GPU can test them."""
 
 from dataclasses import dataclass
 from unittest import mock
@@ -35,13 +35,12 @@ class Stream:
         self.number, self.waited, self.kept = number, 0, []
 
     def wait_event(self, event):
-        assert event.record.call_count == 1  # of something that has been recorded
+        assert event.record.call_count == 1
         self.waited += 1
 
 
 @pytest.fixture
 def current():
-    """`current[0]` is the current stream."""
     here = [Stream(0)]
     with (
         mock.patch.object(torch.cuda, "Event", mock.Mock),
@@ -89,7 +88,7 @@ def test_what_a_graph_has_recorded_is_waited_for_in_the_graph_alone(current):
     current[0] = Stream(7)
     made.wait()
     assert current[0].waited == 0 and tensor.recorded == []
-    current[0] = Stream(-2)  # another of those that are recorded
+    current[0] = Stream(-2)
     made.wait()
     assert current[0].waited == 0 and current[0].kept == [], "it lies in memory of the graph that made it"
 
@@ -110,9 +109,20 @@ KEPT = {
 
 @pytest.mark.parametrize("mask", KEPT.values(), ids=KEPT)
 def test_a_mask_that_is_kept_is_waited_for(mask):
-    """The copy to a GPU, on the stream of the first call, need not have finished."""
     clear_caches()
     first = mask()
     with mock.patch.object(ReadyEvent, "wait") as waited:
         assert mask() is first
     assert waited.call_count == 1
+
+
+def test_tensors_are_found_in_order_however_deep():
+    @dataclass
+    class Pair:
+        first: object
+        second: object
+
+    a, b, c, d, e = (torch.tensor(n) for n in range(5))
+    found = streams.tensors_in((a, [b, {"x": Pair(c, None), "y": (3, d)}], Pair, "text", Pair([e], a)))
+    assert [int(x) for x in found] == [0, 1, 2, 3, 4, 0]
+    assert streams.tensors_in(None) == [] and streams.tensors_in(a) == [a]

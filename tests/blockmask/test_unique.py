@@ -1,5 +1,3 @@
-"""Numbers for equal values, by a table where values lie close together and by sorting elsewhere."""
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -7,7 +5,7 @@ from hypothesis import strategies as st
 
 from sparseflash.blockmask import unique
 
-# Close together, far apart (so that a table would have more than 4096 entries), and as far as int64 goes.
+# Close together; too far apart for a table of 4096 entries; as far as int64 goes.
 VALUES = st.one_of(
     *(
         st.lists(st.integers(-most, most) | st.sampled_from([-most, 0, most]), max_size=30)

@@ -1,5 +1,3 @@
-"""`BlockMask.validate` names the rule that arrays break, each of all."""
-
 import dataclasses
 import re
 import sys
@@ -35,7 +33,6 @@ def stored_twice():
 
 
 def one_tile(row, col):
-    """32 x 32 in blocks of 16, one of them full."""
     return BlockMask.from_tiles(torch.tensor([row]), torch.tensor([col]), 32, block=16)
 
 
@@ -52,8 +49,7 @@ def replace(make=window):
     return breaker
 
 
-# (rule, how it is broken). The window has indptr [0, 2, 5, 7], indices [0, 1, 0, 1, 2, 1, 2] and
-# tile [1, 2, 3, 1, 2, 3, 4].
+# (rule, how it is broken).
 BROKEN = [
     (r"indptr must run from 0 to the 7 stored tiles", replace()(indptr=lambda m: int32([1, 2, 5, 7]))),
     (r"indptr must run from 0 to the 7 stored tiles", replace()(indptr=lambda m: int32([0, 2, 5, 6]))),
@@ -92,7 +88,6 @@ def test_validate_names_the_broken_rule(rule, broken):
 
 
 def rules_of(mask):
-    """The rules that `validate` checks, except those after a broken one; a number is "n"."""
     rules, before = set(), sys.getprofile()
 
     def called(frame, event, argument):

@@ -1,5 +1,3 @@
-"""`BlockMask.with_lengths`: tokens past a length are dead, and nothing else changes."""
-
 import dataclasses
 
 import numpy as np
@@ -109,7 +107,6 @@ def test_lengths_may_be_a_list(given_lengths):
 
 
 def test_giving_lengths_asks_the_device_nothing():
-    # Tensors on the meta device have no values, so that reading one raises.
     mask = window().to("meta")
     with pytest.raises(RuntimeError):
         mask.indices.tolist()

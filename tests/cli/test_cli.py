@@ -1,5 +1,3 @@
-"""The command line: `sparseflash show | check | bench | convert | patterns | info`."""
-
 import dataclasses
 import io
 import json
@@ -80,9 +78,6 @@ def own(tmp_path):
     path = tmp_path / "own_patterns.py"
     path.write_text(OWN)
     return str(path)
-
-
-# What is asked for.
 
 
 def test_a_mask_is_an_expression_a_file_or_a_function_of_ones_own(tmp_path, own, monkeypatch):
@@ -268,7 +263,6 @@ def test_show_of_a_mask_that_is_not_causal_as_it_must_be_ends_with_one(tmp_path)
     assert "future-leak" in run(*leaky, "--save", str(kept), code=1) and kept.exists()
     shown = json.loads(run(*leaky, "--json", code=1))
     assert [each["code"] for each in shown["findings"] if each["severity"] == "error"] == ["future-leak"]
-    # Warnings contradict nothing that was declared.
     assert "warning [never-connects]" in run("show", "chunked(256, chunk=64) & causal(256)", "--causal")
 
 
@@ -361,7 +355,7 @@ def test_bench_gives_times_beside_dense_attention():
     numbers = {name: [float(cell) for cell in row] for name, row in rows.items()}
     for forward, to_ours, both, both_to_ours in numbers.values():
         assert forward > 0 and both > 0
-        # A pause of the machine may make any of the times long, so a ratio may be 0.00.
+        # A pause of the machine may lengthen any time.
         assert to_ours == pytest.approx(forward / numbers[bench.OURS][0], rel=0.1, abs=0.01)
         assert both_to_ours == pytest.approx(both / numbers[bench.OURS][2], rel=0.1, abs=0.01)
     assert "On a CPU sparseflash saves memory; it is not made for speed there." in output
@@ -382,7 +376,7 @@ def test_bench_of_ours_alone_and_of_unknown_peers():
 
 
 def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch):
-    """Queries without a live key are not compared: they are NaN for some peers."""
+    """Queries without a live key are NaN for some peers."""
     right = bench.masked_sdpa
     inputs = drawn(HOLES, batch=1, heads=2, kv_heads=None, dim=16, dtype=torch.float32, seed=0)
     ours, dense, fair = bench.measured(inputs, HOLES, ["sdpa-mask"], 0.01)
@@ -662,7 +656,7 @@ def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):
 
 def test_patterns_lists_what_the_library_has_in_a_sentence_each():
     said = unwrapped(run("patterns"))
-    assert "pooled_scores" not in said  # it returns scores of blocks, and no mask
+    assert "pooled_scores" not in said
     assert "causal Every query sees the keys up to its own position, by default aligned at the bottom right." in said
     listed = json.loads(run("patterns", "--json"))
     assert {"local", "butterfly", "swin", "per_head"} < set(listed) < set(masks.__all__)
@@ -768,7 +762,7 @@ def test_files_of_others_are_not_masks(tmp_path):
     sparse.save_npz(tmp_path / "weights.npz", sparse.eye_array(4))
     for name in ("added.npy", "weights.npz"):
         assert "must be boolean (True: live); got" in run("show", str(tmp_path / name), code=2)
-    masks.causal(64).save(tmp_path / "own.npz")  # a mask file by another name
+    masks.causal(64).save(tmp_path / "own.npz")
     assert mask_of(str(tmp_path / "own.npz")) == masks.causal(64)
 
 
@@ -799,14 +793,13 @@ def test_a_zip_file_that_cannot_be_read_is_told_in_a_line(tmp_path):
     file = tmp_path / "m.mask"
     masks.causal(64).save(file)
     contents = bytearray(file.read_bytes())
-    entry = contents.index(b"PK\x01\x02")  # of the first member in the list at the end
-    contents[entry + 6] = 109  # zipfile raises NotImplementedError for a format that is made for later versions
+    entry = contents.index(b"PK\x01\x02")
+    contents[entry + 6] = 109  # zipfile raises NotImplementedError for this version
     file.write_bytes(contents)
     assert "must be a sparseflash mask file, whole and undamaged" in run("show", str(file), code=2)
 
 
 def npz_of(path, compression=zipfile.ZIP_DEFLATED, **arrays):
-    """A file of arrays, each given whole or by its header (dtype and shape) and its contents."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, array in arrays.items():
             npy = io.BytesIO()
@@ -855,7 +848,7 @@ def test_an_archive_that_inflates_to_gigabytes_is_refused_by_its_list(tmp_path):
     file = tmp_path / "m.npz"
     npz_of(file, **{**CSR, "data": np.ones(4, bool)})
     contents = bytearray(file.read_bytes())
-    entry = contents.index(b"PK\1\2", contents.index(b"PK\1\2") + 1)  # of the second member
+    entry = contents.index(b"PK\1\2", contents.index(b"PK\1\2") + 1)
     contents[entry + 24 : entry + 28] = (2**32 - 2).to_bytes(4, "little")  # its size when it is inflated
     file.write_bytes(contents)
     said = run("show", str(file), code=2)
@@ -975,9 +968,6 @@ def test_shells_complete_commands_and_patterns():
         },
     )  # fmt: skip
     assert done.stdout.split() == ["show"], done.stderr
-
-
-# The command itself.
 
 
 def test_it_runs_as_a_module_and_lists_its_commands():

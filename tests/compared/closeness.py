@@ -1,5 +1,3 @@
-"""Results of attention, judged by the library's yardstick, and a record of long runs."""
-
 import json
 import os
 from typing import NamedTuple
@@ -10,8 +8,6 @@ from sparseflash.testing.comparison import compare_with_draws
 
 
 class Results(NamedTuple):
-    """`out`, `lse` and the three gradients of an attention."""
-
     out: torch.Tensor
     lse: torch.Tensor
     dq: torch.Tensor
@@ -25,9 +21,8 @@ NAMES = Results._fields
 def assert_exact(got, truth, draws, factor, label, score_magnitude=0.0):
     """Every result of `got` is within its yardstick; `label` is for the record of a long run.
 
-    `draws`: plain results and the truth of each draw, by name; `factor`: of their errors. Draws stop once they suffice,
-    or, for a record, once the errors are half of the allowed ones. `score_magnitude`, the largest sum of absolute
-    products that makes a score, is the magnitude of lse.
+    `draws`: plain results and the truth of each draw, by name, as many as are needed; `factor`: of their errors.
+    `score_magnitude`: the largest sum of absolute products in a score, the magnitude of lse.
     """
     recorded = os.environ.get("SPARSEFLASH_EXACTNESS")
     by_name = (dict(zip(NAMES, values, strict=True)) for values in (got, truth))

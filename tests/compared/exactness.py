@@ -1,5 +1,3 @@
-"""Compares a backend with dense attention in fp64, on drawn problems."""
-
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
@@ -21,7 +19,7 @@ LARGE_SCORES = (1e3, 1e4, 1e5, 1e6)  # `attention` states the error of half-prec
 
 @contextmanager
 def new_memory_is_nan():
-    """Fills newly allocated memory, which on the CPU often happens to be zeros."""
+    """Otherwise new memory is often zeros on the CPU."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     try:
@@ -31,12 +29,11 @@ def new_memory_is_nan():
 
 
 def time_for_examples(seconds):
-    """The time limit of a test that takes at most `seconds` with 25 examples, the fewest of a profile."""
+    """Time limit of a test that takes `seconds` with 25 examples."""
     return seconds * max(1.0, settings().max_examples / 25)
 
 
 def results(problem, backend, device, dtype=None):
-    """A backend's results for a problem, its inputs first rounded to the problem's dtype, then cast."""
     q, k, v, dout, dlse = problem.tensors(device)
     if dtype is not None:
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
@@ -70,12 +67,11 @@ def cut_to_tf32(x):
 
 
 def plain():
-    """Inside, the reference rounds every step to its inputs' dtype, as a plain implementation would."""
     return mock.patch.object(reference, "attention", reference.plain_attention)
 
 
 def plain_results(problem, device, arithmetic):
-    """The reference in the problem's own dtype. TF32 is written out, because PyTorch uses it for some shapes only."""
+    """TF32 is written out: PyTorch uses it for some shapes only."""
     if arithmetic != "tf32":
         with plain():
             return results(problem, "reference", device)
@@ -84,9 +80,8 @@ def plain_results(problem, device, arithmetic):
 
 
 def plain_draws(problem, device, arithmetic, truth=None):
-    """Results of the plain implementation and the truth, by name, for at least four draws of the values; and the factor
-    of its errors. truth: the truth of the problem, if known.
-    """
+    """Results of the plain implementation and the truth, by name, for at least four draws; and the factor of its
+    errors."""
     dtype, factor = testing.plain_dtype(problem.dtype)
     if truth is None:
         truth = results(problem, "reference", device, torch.float64)
@@ -101,7 +96,7 @@ def plain_draws(problem, device, arithmetic, truth=None):
 
 
 def check(problem, backend, device="cpu", arithmetic=None):
-    # The weights of keys past a sequence's end may be too large for fp16, in rows that are cleared at the end.
+    # Weights past a sequence's end may be too large for fp16.
     with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
         got = results(problem, backend, device)
     check_results(problem, got, backend, device, arithmetic)
@@ -143,7 +138,7 @@ def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):
     )  # fmt: skip
 
 
-# The smallest problem with blocks as large as the largest tile of the tables: the interpreter is slow.
+# The smallest problem with blocks as large as the largest tile of the tables.
 HALF_SIZES = {"tokens": 136, "lengths": (131,), "block": 128}
 
 
@@ -169,16 +164,15 @@ def gradients_by(backend):
 
 
 def check_weights_of_one(largest, gradients_of, dim=64, device="cpu"):
-    """Checks dv of queries with one key, whose weight is 1, so that dout arrives at the value unchanged.
+    """Checks dv of queries with one key, whose weight is 1.
 
-    Allowed errors: the score, at most `largest`, times 2^-20, as documented by `attention`, and the rounding of dv to
-    fp16. `gradients_of(q, k, v, dout, mask, scale)`: dq, dk and dv.
+    Allowed: `largest` times 2^-20 for the score, and the rounding of dv to fp16.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 48, dim, generator=generator).half().to(device) for _ in range(4))
     mask = BlockMask.from_dense(torch.eye(48, dtype=torch.bool), block=128).to(device)
     scale = largest / float((q.double() * k.double()).sum(-1).abs().max())
-    with np.errstate(over="ignore"):  # of dead scores, in the interpreter's numpy
+    with np.errstate(over="ignore"):
         dq, dk, dv = gradients_of(q, k, v, dout, mask, scale)
     torch.testing.assert_close(dv, dout, rtol=largest * 2**-20 + 2**-11, atol=0)
     assert bool(dq.isfinite().all()) and bool(dk.isfinite().all())

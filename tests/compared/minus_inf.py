@@ -1,4 +1,4 @@
-"""Scores of -inf, in every kind of modification that can hold them: the result must equal a mask's."""
+"""Scores of -inf by every kind of modification must equal a mask."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from sparseflash.scores.change import Sizes, scores_of
 from sparseflash.testing.comparison import compare_with_draws
 from tests.compared.exactness import plain
 
-# The dead scores of each row. With `tile` keys in a tile of the kernels.
+# The dead scores of each row; kernels take `tile` keys at a time.
 PATTERNS = {
     "all": lambda k, tokens, tile: k < tokens,
     "first tile": lambda k, tokens, tile: k < tile,
@@ -34,13 +34,13 @@ def with_pairs(score, b, h, q, k, pairs):
 
 @dataclass(frozen=True)
 class Case:
-    """Attention whose scores are -inf by one kind of modification, in rows of every pattern, beside others."""
+    """Attention whose scores are -inf by one kind of modification, in rows of every pattern."""
 
     kind: str
     dtype: torch.dtype
     tokens: int = 56
     dim: int = 16
-    tile: int = 16  # keys of the kernels' tiles at least
+    tile: int = 16
     block: int = 16
     others: tuple[str, ...] = ()  # softcap, alibi, sink
     dropout: float = 0.0
@@ -54,11 +54,9 @@ class Case:
 
     @property
     def batch(self):
-        """One batch element for each pattern where the keys of all rows are dead alike."""
         return len(PATTERNS) if self.kind == "key_bias" else 2
 
     def bucket(self, offsets):
-        """The bucket of a table of relative positions, by the key's place minus the query's."""
         near = torch.where(offsets // max(1, self.tile // 16) % 2 == 0, 2, 1)
         return torch.where(offsets > 0, 3, torch.where(offsets <= -self.tile - 3, 0, near))
 
@@ -84,8 +82,7 @@ class Case:
         return made if self.lengths is None else made.with_lengths(list(self.lengths))
 
     def changes(self, dtype, device, live):
-        """`(modifications, tensors that learn)`, with numbers of a dtype, -inf where `live` is False. With `live` None
-        nothing is -inf."""
+        """`(modifications, tensors that learn)`, with -inf where `live` is False."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         n, learned = self.tokens, []
         minus = torch.zeros(self.batch, self.heads, n, n)
@@ -131,9 +128,7 @@ class Case:
         return made, learned
 
     def results(self, backend, device="cpu", dtype=None, *, by_mask=False):
-        """out, lse and all gradients by name. backend: a name, or `interpreted` for the Hopper kernels. by_mask: a mask
-        replaces the scores of -inf.
-        """
+        """out, lse and all gradients by name. by_mask: a mask replaces the scores of -inf."""
         generator = torch.Generator().manual_seed(self.seed)
         dtype, n = self.dtype if dtype is None else dtype, self.tokens
 
@@ -168,7 +163,7 @@ class Case:
         return dict(zip(names, (out, lse, *found), strict=True))
 
     def check(self, backend="triton", device="cpu"):
-        with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy, past the ends
+        with np.errstate(over="ignore", invalid="ignore"):  # past the ends
             got = self.results(backend, device)
         truth = self.results("reference", device, torch.float64, by_mask=True)
         live, mask = self.alive(), self.mask()

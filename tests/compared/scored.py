@@ -1,5 +1,3 @@
-"""Attention with score modifications, on drawn problems: results by name, with the gradients of all learned tensors."""
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +17,7 @@ KINDS = (
     "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
     "query temperature", "tile bias",
 )  # fmt: skip
-# The user's functions: with tensors whose gradients the kernels sum in each of their ways, and without tensors.
+# Gradients of their tensors are summed in each of the kernels' ways.
 FUNCTIONS = ("function of places", "function of tables", "function of scores")
 # Over several ranks.
 SHARDED = tuple(kind for kind in KINDS if kind != "tile bias")
@@ -41,14 +39,12 @@ def of_scores(score, b, h, q, k):
 
 @dataclass(frozen=True)
 class Scored:
-    """A problem and the kinds of its score modifications, whose tensors are drawn from the problem's seed."""
-
     problem: Problem
     kinds: tuple[str, ...]
     shared: bool = False  # by the batch, or the heads
     half: bool = False  # the tensors have the problem's dtype, not fp32
     fixed: tuple[str, ...] = ()  # kinds whose tensors require no gradient
-    own: tuple[str, ...] = ()  # kinds whose tensors no batch elements or heads share
+    own: tuple[str, ...] = ()  # kinds whose tensors have all batch elements and heads
 
     @property
     def dtype(self):
@@ -66,7 +62,6 @@ class Scored:
         return scores.tile_bias(drawn(*shape, len(mask.indices), mask.block_q, mask.block_k), mask)
 
     def changes(self, device, dtype):
-        """`(modifications, their tensors)`, with tensors of this dtype; the same values up to rounding."""
         p, made, learned = self.problem, [], []
         generator = torch.Generator().manual_seed(p.seed + 1)
 
@@ -125,8 +120,7 @@ class Scored:
         return sum(made[1:], start=Scores((made[0],))), learned
 
 
-# In one head, a key with a large score has 0.994 of the weight of a query. Its gradient is a small difference of large
-# numbers, and the gradient of the temperature multiplies it by the score.
+# One key has 0.994 of the weight of a query. Its gradient is a small difference of large numbers.
 ALMOST_ALL_WEIGHT_ON_ONE_KEY = Scored(
     Problem(
         Recipe(
@@ -143,7 +137,7 @@ ALMOST_ALL_WEIGHT_ON_ONE_KEY = Scored(
 
 @st.composite
 def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
-    """A drawn problem with one to three modifications of different kinds, one of them `always`."""
+    """One to three modifications of different kinds, one of them `always`."""
     if always is None:
         chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
     else:
@@ -173,9 +167,7 @@ def results(case, backend, device="cpu", dtype=None):
 
 
 def plain_draws(case, device, truth):
-    """Results of the plain implementation and the truth for several draws of the values; and the factor of its errors.
-    truth: the truth of the case.
-    """
+    """As `exactness.plain_draws`."""
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
     seeds = range(problem.seed, problem.seed + testing.draws_for(1, 1, learned=True))
@@ -192,17 +184,14 @@ def plain_draws(case, device, truth):
 
 
 def check(case, backend, device="cpu"):
-    with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
+    with np.errstate(over="ignore", invalid="ignore"):
         got = results(case, backend, device)
     check_results(case, got, device)
 
 
 def check_results(case, got, device="cpu", magnitudes=None):
-    """Raises AssertionError unless results are as exact as a plain implementation's. `magnitudes`: as for
-    `testing.compare_results`.
-    """
     truth = results(case, "reference", device, torch.float64)
-    # Added numbers may be larger than the products that make the scores.
+    # Added numbers may be larger than the products.
     magnitudes = {"lse": 4.0 + score_magnitude(case.problem), **(magnitudes or {})}
     draws, factor = plain_draws(case, device, truth)
     found = compare_with_draws(got, truth, draws, factor, magnitudes=magnitudes, enough=1.0)

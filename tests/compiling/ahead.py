@@ -1,9 +1,8 @@
 """Compiles the kernels of the exactness tests on a machine without a GPU: `pytest -m gpu --compile-ahead`.
 
-Every kernel is compiled for an H100 as the test would launch it, and not started; nothing is computed or compared. A
-test fails if a kernel does not compile, needs more shared memory than the GPU has, or reads one address under two
-layouts. The compiled kernels stay in Triton's cache, so that the same Triton on a machine with a GPU need not compile
-them again. Tests that compare in other ways than `exactness.check` and `scored.check` are left out.
+Kernels are compiled for an H100 as the tests would launch them, not run. A test fails if a kernel does not compile,
+needs too much shared memory, or reads one address in two layouts. Triton's cache then serves a machine with a GPU.
+Tests that do not compare by `exactness.check` or `scored.check` are left out.
 """
 
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from tests.compared import exactness, scored
 ARCH = 90
 SHARED_MEMORY = architecture_of(divmod(ARCH, 10)).shared_memory
 
-_checked = set()  # checked code
+_checked = set()
 
 
 def is_compiled(item):
@@ -25,7 +24,6 @@ def is_compiled(item):
 
 
 def compiling(modules):
-    """While this context lasts, `check` compiles, wherever a module has imported it."""
     from experiments.benchmarks.compile.without_gpu import compiling_for
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Imported once by the server of `uninterpreted`, so that no compiling process has to import it."""
+"""Imported once by the server of `uninterpreted`."""
 
 import gc
 
@@ -13,6 +13,6 @@ import experiments.benchmarks.compile.report  # noqa: F401
 
 triton_key()  # reads all of Triton, which it does once a process
 
-# The instructions are the same without line numbers, and compile faster.
+# Faster without line numbers.
 knobs.compilation.disable_line_info = True
 gc.freeze()  # so that no collection goes through the imported objects

@@ -1,4 +1,4 @@
-"""Python in another process, where Triton compiles: Triton chooses its mode when it is imported."""
+"""Python in another process, where Triton compiles."""
 
 import os
 from functools import cache
@@ -14,4 +14,4 @@ def python(*words):
 @cache
 def _server():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return forked.Server("tests.compiling.preloaded", environment=environment)  # found from the project's folder
+    return forked.Server("tests.compiling.preloaded", environment=environment)

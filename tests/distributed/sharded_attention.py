@@ -1,5 +1,4 @@
-"""`sparseflash.distributed.attention` in several processes as one function of whole tensors: first the functions of the
-processes, then the functions of the test."""
+"""`sparseflash.distributed.attention` in several processes as one function of whole tensors."""
 
 import torch
 
@@ -13,7 +12,6 @@ from tests.distributed.shared_files import copies_of_files
 
 
 def planned(member, mask, options):
-    """The plan; with transport="peer" on a CPU, files stand for the memory of GPUs."""
     plan = distributed.shard(mask, member.group, **options)
     if plan.transport == "peer" and member.device.type == "cpu":
         copies = member.kept.setdefault("copies", copies_of_files(member.group))
@@ -22,7 +20,7 @@ def planned(member, mask, options):
 
 
 def forward(member, mask, q, k, v, plan_options, options):
-    """This rank's results on the CPU; q, k and v are whole, and its part is kept for `backward`."""
+    """This rank's results on the CPU, kept for `backward`."""
     plan = planned(member, mask, plan_options)
     local = [
         plan.scatter(x.detach().to(member.device), side=side).requires_grad_(x.requires_grad)
@@ -43,8 +41,7 @@ def backward(member, dout, dlse):
 
 
 def several_calls(member, options):
-    """Results of calls of several sizes, so that buffers of a transport are replaced, begun anew, and shared by
-    running calls."""
+    """Calls of several sizes, so that buffers are replaced and shared."""
     results = []
     for tokens, more in ((100, {"stages": 3}), (300, {"stages": 0}), (70, {}), (300, {"stages": 2})):
         more = more if options["strategy"] == "keys" else {}
@@ -58,7 +55,7 @@ def several_calls(member, options):
 
 
 def scored_results(member, case, plan_options, options):
-    """This rank's part of `scored.results`, and of each gradient of a modification's tensor; on the CPU."""
+    """This rank's part of `scored.results`, on the CPU."""
     problem = case.problem
     *whole, dout, dlse = problem.tensors(member.device)
     changes, learned = case.changes(member.device, case.dtype)
@@ -91,7 +88,7 @@ def joined(parts, plan, side, dim=-2):
 
 
 class Sharded(torch.autograd.Function):
-    """`(out, lse)` of attention in `ranks` processes, as a differentiable function of whole tensors."""
+    """`(out, lse)` in `ranks` processes, differentiable."""
 
     @staticmethod
     def forward(ctx, q, k, v, pool, ranks, mask, plan_options, options):
@@ -111,7 +108,6 @@ class Sharded(torch.autograd.Function):
 
 
 def sharded(pool, ranks, mask, plan_options=None, **options):
-    """A function of q, k and v that returns `(out, lse)` of the attention in several processes."""
     return lambda q, k, v: Sharded.apply(q, k, v, pool, ranks, mask, plan_options or {}, options)
 
 

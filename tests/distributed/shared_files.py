@@ -1,5 +1,3 @@
-"""Memory that processes on one machine share, in place of the GPUs' own, so that copies out of it run on CPUs."""
-
 import os
 import tempfile
 import time
@@ -11,9 +9,7 @@ from sparseflash.distributed.peer_copies import PeerCopies
 
 
 class SharedFiles:
-    """`PeerMemory` in files. Reading takes longer on some ranks than on others, which shows writes that
-    come too early.
-    """
+    """`PeerMemory` in files. Some ranks read slowly, which shows writes that come too early."""
 
     def __init__(self, size, group):
         self.size, self.group, self.rank = size, group, dist.get_rank(group)
@@ -23,7 +19,7 @@ class SharedFiles:
         names = [None] * dist.get_world_size(group)
         dist.all_gather_object(names, name, group=group)
         self.buffers = [torch.from_file(each, shared=True, size=size, dtype=torch.uint8) for each in names]
-        self.barrier()  # everyone has opened it
+        self.barrier()
         os.unlink(name)
 
     def of(self, rank):

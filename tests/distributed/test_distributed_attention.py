@@ -1,5 +1,3 @@
-"""Attention over a sharded sequence: as exact as in one process, with the same bits every time and minimal traffic."""
-
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -46,8 +44,7 @@ def has_blocks_for(mask, ranks):
 
 
 def needed_keys(mask, ranks, batch, kv_heads):
-    """The least number of (token, key head) pairs that travel, by the dense matrix: a pair travels to each other rank
-    with a live score in its key block, for some query head of the key head."""
+    """The least number of (token, key head) pairs that travel, by the dense matrix."""
     plan = distributed.shard(mask, ranks=ranks)
     dense = mask.to_dense().expand(batch, -1, -1, -1)
     group = dense.shape[1] // kv_heads if dense.shape[1] > 1 else 1
@@ -66,7 +63,6 @@ def needed_keys(mask, ranks, batch, kv_heads):
 
 @st.composite
 def ways(draw, *strategies):
-    """Options of `shard`: keys in stages, keys and queries by either transport."""
     strategy = draw(st.sampled_from(strategies))
     options = {"strategy": strategy}
     if strategy != "heads":
@@ -103,7 +99,6 @@ def test_both_transports_give_the_same_bits(pool, strategy):
 
 
 def attend_to_documents(member, strategy):
-    """Nothing is remote, and no buffer has been made yet."""
     mask = masks.local(64 * member.ranks, window=1, block=64)
     plan = distributed.shard(mask, member.group, strategy=strategy)
     copies = copies_of_files(member.group)
@@ -221,7 +216,6 @@ def test_changed_scores_of_heads_that_travel_are_as_exact(pool, case, ranks):
 @given(case=drawn_scores(torch.float32, kinds=(*SHARDED, "function of scores"), most_tokens=80))
 @settings(max_examples=max(1, settings().max_examples // 4))
 def test_kernels_take_positions_in_the_whole_sequence(pool, case):
-    """In the interpreter, which records functions and compiles them as a GPU does."""
     assume(has_blocks_for(case.problem.mask, 2))
     check_scored(pool, 2, case, {"strategy": "keys"}, backend="triton")
 
@@ -283,7 +277,7 @@ def test_all_ranks_take_the_seed_that_the_first_one_draws(pool):
     in_tensors = pool.each(3, dropping, [(mask, q, (seed,), 0)] * 3)
     for found in (drawn, in_step, in_tensors):
         assert all(torch.equal(out, expected) for (out, _), expected in zip(found, whole, strict=True))
-    assert [after for _, after in in_step] == [drawn_next] * 3  # equal generators stay equal
+    assert [after for _, after in in_step] == [drawn_next] * 3
     other, _ = zip(*pool.each(3, dropping, [(mask, q, None, 4)] * 3), strict=True)
     assert not torch.equal(other[0], whole[0])
 
@@ -453,7 +447,7 @@ def train(member, mask, steps):
         optimizer.zero_grad()
         loss.backward()
         for weight in weights:
-            torch.distributed.all_reduce(weight.grad, group=member.group)  # each rank has its tokens' share
+            torch.distributed.all_reduce(weight.grad, group=member.group)
         optimizer.step()
         losses.append(float(loss))
     return losses
@@ -515,7 +509,7 @@ def check_disagreement(pool, ours, other, named):
         assert result.kind == "ValueError"
         assert "all ranks must call attention with the same mask, shapes and options" in result.message
         assert f"they differ in {named} between the ranks [0, 2] and [1]" in result.message
-    pool.run(3, attend, *ours)  # and the group can be used again
+    pool.run(3, attend, *ours)
 
 
 def wait_for_the_others(member, mask):

@@ -1,5 +1,3 @@
-"""Sharded attention in training: meshes, DDP, FSDP2, torch.compile, checkpointing, autocast."""
-
 import re
 
 import pytest
@@ -54,9 +52,9 @@ def summed(gradients, group):
 
 
 def with_plan(member, way, dropout_p):
-    """`(gradients, output)` of the sum of squares of the output, in one of several ways of calling the layer.
+    """`(gradients, output)` of the sum of squares.
 
-    The first rank draws the same dropout as a single process; the other ranks would draw others.
+    The first rank draws the dropout of a single process.
     """
     model, x, mask = model_and_data(dropout_p=dropout_p)
     if member.rank > 0:
@@ -95,7 +93,7 @@ def on_a_mesh(member, wrap):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model, x, mask = model_and_data()
     plan = distributed.shard(mask, mesh["cp"])
-    if wrap == "ddp":  # over all ranks: the mean of the gradients of a dp rank's examples and a cp rank's tokens
+    if wrap == "ddp":  # the mean over a dp rank's examples and a cp rank's tokens
         model = nn.parallel.DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (4,)))

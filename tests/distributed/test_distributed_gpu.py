@@ -31,7 +31,6 @@ def tensors(mask, heads, kv_heads, dim=64, dtype=torch.bfloat16):
     return [torch.randn(1, *size, dim, generator=generator).to(dtype).requires_grad_() for size in sizes]
 
 
-# The draws of a case share their kernels, whose compilation takes most of its time.
 @pytest.mark.parametrize("stages", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @given(data=st.data())
@@ -65,7 +64,7 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
 def test_changed_scores_are_as_exact(pool, case, strategy):
     mask, ranks = case.problem.mask, len(pool.pipes)
     assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
-    # Over ranks, numbers of pairs become a table of a function, and kernels learn tables of a limited size.
+    # Kernels learn tables of a limited size.
     assume("function of tables" not in case.kinds or mask.q_len * mask.k_len <= MOST_ENTRIES)
     check_scored(pool, ranks, case, {"strategy": strategy})
 

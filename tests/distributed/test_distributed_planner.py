@@ -1,5 +1,3 @@
-"""Plans: equal counts, balance, the same on every rank, and their cost by the model."""
-
 import time
 from dataclasses import replace
 
@@ -66,7 +64,7 @@ def test_loads_and_traffic_are_those_of_the_mask(mask, ranks):
     stages=st.integers(0, 3),
 )
 def test_groups_of_16_keys_stay_together(mask, ranks, stages):
-    """Dropout relies on it: see `Dropout`. Tokens in use have their position."""
+    """Dropout relies on it."""
     assume(blocks_of(mask) >= ranks)
     cpu = torch.device("cpu")
     for rank in range(ranks):
@@ -233,9 +231,7 @@ def test_the_model_hides_what_it_can_and_takes_the_cheapest():
 
 
 def test_ranks_do_not_take_turns_in_the_backward():
-    """Of a window with sinks, all queries of one rank have remote keys, and few of the other's. With no stage, the
-    second rank would wait for the first; with one it does not.
-    """
+    """With no stage, the second rank would wait for the first."""
     shape = distributed.Shape(1, 16, 16, 128, 128, torch.bfloat16)
     window, with_sinks = (
         distributed.shard(mask, ranks=2).chosen(shape)
@@ -246,7 +242,7 @@ def test_ranks_do_not_take_turns_in_the_backward():
 
 @pytest.mark.parametrize("pattern", [masks.butterfly, masks.causal, lambda n: masks.local(n, window=4096, causal=True)])
 def test_a_new_mask_of_128k_tokens_is_planned_quickly(pattern):
-    """Under 20 ms of this thread, which the others of a busy machine do not lengthen tenfold."""
+    """Under 20 ms of this thread."""
     taken = []
     for _ in range(3):
         mask = pattern(131072)

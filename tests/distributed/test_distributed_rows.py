@@ -1,5 +1,3 @@
-"""Sums of rows that ranks exchange: every row counts once for every tensor that has it, and is rounded once."""
-
 import numpy as np
 import torch
 

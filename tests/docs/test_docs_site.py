@@ -1,5 +1,3 @@
-"""The documentation site besides Markdown: links that lead out of it, doctests, its list of pages."""
-
 import ast
 import re
 import sys
@@ -117,7 +115,7 @@ def test_a_notebook_becomes_a_page_with_its_outputs():
 def test_a_module_that_nothing_has_imported_yet_has_a_heading(hooks, monkeypatch):
     import sparseflash.merge
 
-    monkeypatch.delattr(sparseflash, "merge")  # as in a process that has not used it
+    monkeypatch.delattr(sparseflash, "merge")
     assert hooks.public_name("sparseflash.merge.merge_attention") == "sparseflash.merge_attention"
 
 
@@ -154,7 +152,6 @@ def test_doctests_in_docstrings_become_code():
 
 def test_methods_that_a_class_binds_are_shown_as_methods():
     griffe = pytest.importorskip("griffe")
-    # As the site loads it: the docstring of each has been rewritten once.
     extensions = griffe.load_extensions(str(DOCS / "doctests.py"), str(DOCS / "methods.py"))
     shown = griffe.load("sparseflash", search_paths=[str(ROOT)], extensions=extensions)["blockmask.mask.BlockMask"]
     crop, load = shown.members["crop"], shown.members["load"]
@@ -222,7 +219,6 @@ def test_the_speed_figure_has_the_stored_times_of_both_runs():
 
 
 def measured_numbers(text):
-    """The numbers that marks of docs/figures have put into a page, without noise; of a table those of its cells."""
     figures = re.findall(r"<!-- figure: [^>]*-->(.*?)<!-- /figure -->", text)
     tables = re.findall(r"<!-- table: [^>]*-->(.*?)<!-- /table -->", text, re.DOTALL)
     rows = [row for table in tables for row in re.findall(r"^\|[^|]*\|(.*)\|$", table, re.MULTILINE)[2:]]

@@ -1,5 +1,3 @@
-"""Figures in the pages are those of the store: marks, tables, contradictions, old runs, numbers written by hand."""
-
 from dataclasses import replace
 
 import pytest
@@ -20,7 +18,6 @@ def measured(name, value, spread=0.01, unit="ms", **more):
 
 @pytest.fixture
 def results(tmp_path):
-    """A store of two runs with one name in common."""
     folder = tmp_path / "results"
     times = [
         measured("speed/dense/64/forward/sparseflash", 0.3124),
@@ -55,9 +52,9 @@ def page(tmp_path, results):
     [
         ("speed/dense/64/forward/fa4", "0.350 ms"),
         ("speed/dense/64/forward/sparseflash @ h100", "0.312 ms"),
-        ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash", "**1.12**"),  # both of h200
+        ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash", "**1.12**"),
         ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash @ h200", "**1.12**"),
-        ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200", "1.01"),  # less than the spread
+        ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200", "1.01"),
         ("speed/causal/64/forward/fa4 / speed/causal/64/forward/sparseflash @ h200", "0.50"),
         ("speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash @ h200", "0.50 to 1.12"),
         (
@@ -66,7 +63,7 @@ def page(tmp_path, results):
             "0.88",  # (0.35 + 0.1) / (0.3124 + 0.2)
         ),
         ("speed/{dense,causal}/64/forward/fa4", "0.100 to 0.350 ms"),
-        ("speed/*/64/forward/cudnn / speed/*/64/forward/sparseflash @ h200", "1.01"),  # the other has failed
+        ("speed/*/64/forward/cudnn / speed/*/64/forward/sparseflash @ h200", "1.01"),
         ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200 with noise", "1.01 ± 0.02"),
         ("speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash @ h200 with noise", "0.50 to 1.12"),
         ("pathx/images/butterfly", "98.8 ± 0.1 %"),
@@ -82,7 +79,7 @@ def test_a_figure_is_the_stored_value_or_a_ratio_of_one_run(results, request_, t
     [
         ("speed/dense/64/forward/fa3", "speed/dense/64/forward/fa3 must be a measured name of the store; it is not"),
         ("speed/dense/64/forward/fa4 @ h100", "must be a measured name of the store, in h100"),
-        ("speed/causal/64/forward/cudnn", "must be a measured name"),  # it failed
+        ("speed/causal/64/forward/cudnn", "must be a measured name"),
         ("speed/dense/64/forward/fa4 in TFLOP/s", "must be a time with the work done, to be shown in TFLOP/s"),
         ("memory/dense/sparseflash", "must say of which run, as '@ FILE'; it is in cpu, h100"),
         ("speed/dense/64/forward/fa4 / speed/dense/64/forward/ours", "speed/dense/64/forward/ours must be a measured"),
@@ -233,7 +230,7 @@ def test_a_table_names_its_run_only_where_the_page_lists_the_runs(page, monkeypa
     found = page("<!-- table: times --><!-- /table -->\n\n<!-- runs --><!-- /runs -->\n")
     assert found.errors == []
     assert "\nRun: [speed/h200](results/speed/h200.jsonl). The noise of a figure is at most 1 %.\n" in found.after
-    assert found.after.count("torch 2.11.0") == 1  # in the list
+    assert found.after.count("torch 2.11.0") == 1
 
 
 @pytest.mark.parametrize("name", tables.TABLES)

@@ -1,5 +1,3 @@
-"""The notebooks of the documentation run in a kernel of Jupyter, as they stand; they are stored without outputs."""
-
 import os
 
 import pytest

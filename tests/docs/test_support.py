@@ -1,5 +1,3 @@
-"""The page on support has the answers of the library, and its tables agree with `explain`."""
-
 import re
 
 import pytest

@@ -1,7 +1,3 @@
-"""The versions of PyTorch and Triton in pages, pyproject.toml and constraints.txt match the list of
-measured versions.
-"""
-
 import re
 
 import pytest

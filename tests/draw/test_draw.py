@@ -1,5 +1,3 @@
-"""Pictures of masks: their shares are exact, and each drawing shows the contents of the mask."""
-
 import io
 import re
 import sys
@@ -25,7 +23,6 @@ CELLS = st.integers(1, 12)
 
 
 def uses(mask):
-    """`(pattern, lengths, dense [Nq, Nk])` of every batch element and head."""
     batch, heads = mask.shape[:2]
     pattern = mask.pattern.expand(batch, heads).tolist()
     lengths = [None] * batch if mask.lengths is None else live_tokens(mask)
@@ -40,7 +37,6 @@ def per_head(*densities, tokens=512, block=32, seed=0):
 
 
 def whole(dense, block_q, block_k):
-    """The scores in tiles that are live from corner to corner, but not in tiles that an end cuts."""
     found = np.zeros_like(dense)
     for q in range(0, dense.shape[0], block_q):
         for k in range(0, dense.shape[1], block_k):
@@ -81,7 +77,6 @@ def test_shares_of_a_million_tokens_add_up():
     found = shares(mask)
     assert found.live.shape == (512, 512) and found.step == (16, 16)
     assert found.live.mean() == pytest.approx(mask.density, rel=1e-12)
-    # Within a cell of 16 blocks: the diagonal and four strides; in others one stride.
     assert Counter((found.live * 256).ravel().tolist()) == {80.0: 512, 16.0: 512 * 9, 0.0: 512 * 502}
 
 
@@ -182,7 +177,7 @@ def test_full_and_partial_have_different_hues_and_any_live_score_is_seen():
     assert (blue[1:, 2] > blue[1:, 0]).all() and (orange[1:, 0] > orange[1:, 2]).all()
     assert (255 * 3 - blue[1:].sum(1) > 100).all() and (255 * 3 - orange[1:].sum(1) > 80).all()
     for ramp in (blue, orange):
-        assert (np.diff(ramp.sum(1)) < 0).all()  # darker the more is live
+        assert (np.diff(ramp.sum(1)) < 0).all()
 
 
 # ---------------------------------------------------------------------- text
@@ -194,10 +189,10 @@ def drawing(text):
 
 def test_text_of_a_small_mask_is_exact():
     live = torch.zeros(64, 80, dtype=torch.bool)
-    live[:16, :16] = True  # full
-    live[16:32, 16:32] = torch.ones(16, 16).tril() > 0  # half
-    live[16, 32] = True  # one score
-    live[32:48, 32:43] = True  # 11 of 16 columns
+    live[:16, :16] = True
+    live[16:32, 16:32] = torch.ones(16, 16).tril() > 0
+    live[16, 32] = True
+    live[32:48, 32:43] = True
     assert BlockMask.from_dense(live, block=16).to_string(40).splitlines() == [
         "BlockMask(64 x 80, blocks of 16, 4 tiles: 1 full + 3 partial (3 distinct), density 11.1 %)",
         "██········",
@@ -229,7 +224,6 @@ def test_text_levels_change_at_thirds_and_full_means_full_tiles():
     mask = masks.causal(512, block=16)
     coarse = shares(mask, rows=4, cols=4)
     assert levels(coarse).tolist() == [[2, 0, 0, 0], [4, 2, 0, 0], [4, 4, 2, 0], [4, 4, 4, 2]]
-    # The last keys of a ragged mask are all live, in tiles that are not full.
     assert drawing(BlockMask.dense(32, 40, block=16).to_string(40)) == ["████▓▓", "████▓▓"]
 
 
@@ -270,7 +264,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def painted(drawing, shape):
-    """RGB `[R, C, 3]` of the strokes of an svg element."""
+    """RGB `[R, C, 3]`."""
     rgb = np.full((*shape, 3), 255)
     for path in drawing.iter(f"{SVG}path"):
         colour = [int(path.get("stroke")[i : i + 2], 16) for i in (1, 3, 5)]
@@ -299,10 +293,9 @@ def test_html_is_well_formed_and_draws_every_live_cell(mask):
 
 @pytest.mark.parametrize("heads", [1, 4, 9])
 def test_html_stays_below_64_kilobytes(heads):
-    # Every cell another shade than its neighbours: nothing to merge.
+    # Nothing to merge.
     rng = np.random.default_rng(0)
     dense = rng.random((heads, 1024, 1024)) < rng.random((heads, 1024, 1024)) ** 2
-    # Full tiles among them, so that cells have every mixture of the two.
     full = rng.random((heads, 64, 64)) < rng.random((heads, 64, 64))
     dense |= full.repeat(16, 1).repeat(16, 2)
     mask = BlockMask.from_dense(dense, block=16)
@@ -322,7 +315,7 @@ def test_html_escapes_its_text(monkeypatch):
 def test_html_has_the_proportions_of_the_mask():
     (drawing,) = ElementTree.fromstring(masks.causal(100, 400, block=16)._repr_html_()).iter(f"{SVG}svg")
     assert (drawing.get("width"), drawing.get("height")) == ("240", "60")
-    assert drawing.get("viewBox") == "0 0 25 6.25"  # in cells: the last ones are not whole
+    assert drawing.get("viewBox") == "0 0 25 6.25"
 
 
 # ---------------------------------------------------------------------- matplotlib
@@ -339,7 +332,6 @@ def test_plot_labels_axes_in_tokens_with_the_origin_at_the_top_left():
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("key (token)", "query (token)")
     assert axes.get_xlim() == (0, 1000) and axes.get_ylim() == (1000, 0)
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0", "250", "500", "750", "1000"]
-    # The picture ends with the last whole tile; what lies past the last token is outside the axes.
     assert axes.images[0].get_extent() == [0, 1024, 1024, 0]
     assert axes.get_title() == f"{100 * mask.density:.3g} % live"
 
@@ -371,7 +363,7 @@ def test_plot_shades_each_tile_by_its_live_share(mask):
 def test_plot_of_a_long_mask_is_aggregated():
     (axes,) = masks.butterfly(2**20, causal=True).plot().axes
     assert axes.images[0].get_array().shape == (512, 512, 3)
-    assert len(axes.get_xticks(minor=True)) == 0  # no grid
+    assert len(axes.get_xticks(minor=True)) == 0
     figure = masks.butterfly(2**20, causal=True).plot(cells=100)
     assert figure.axes[0].images[0].get_array().shape == (64, 64, 3)
     assert legend_of(figure)[1] == "128 x 128 tiles, all live"
@@ -384,7 +376,7 @@ def test_plot_draws_every_score_of_a_small_mask():
     assert image.shape == (200, 200, 3)
     live = mask.to_dense()[0, 0].numpy()
     assert np.array_equal((image == PARTIAL).all(-1) | (image == FULL).all(-1), live)
-    assert legend_of(figure) == list(MEANINGS[:3])  # no tile is full
+    assert legend_of(figure) == list(MEANINGS[:3])
     assert mask.plot(elements=False).axes[0].images[0].get_array().shape == (7, 7, 3)
     for tokens, elements, side in ((1024, None, 1024), (1025, None, 33), (1025, True, 1025)):
         figure = masks.local(tokens, window=40, block=32).plot(elements=elements)
@@ -394,7 +386,7 @@ def test_plot_draws_every_score_of_a_small_mask():
 def test_plot_has_a_grid_line_between_all_tiles_where_they_are_few():
     (axes,) = masks.local(1024, window=100, block=64).plot().axes
     for axis in (axes.xaxis, axes.yaxis):
-        assert axis.get_ticklocs(minor=True).tolist() == list(range(0, 1025, 64))  # where the labels are, too
+        assert axis.get_ticklocs(minor=True).tolist() == list(range(0, 1025, 64))
         assert all(tick.gridline.get_visible() for tick in axis.get_minor_ticks())
     (axes,) = masks.local(65 * 64, window=100, block=64).plot().axes
     assert len(axes.get_xticks(minor=True)) == 0

@@ -1,5 +1,3 @@
-"""A mask as a page of its own."""
-
 import base64
 import json
 import re
@@ -60,7 +58,7 @@ def test_a_page_holds_every_score_of_masks_that_are_not_too_large():
         rows, cols, kind = tile_list(mask, pattern)
         assert np.array_equal(tiles, (rows * mask.blocks[1] + cols).numpy()) and np.array_equal(kinds, kind.numpy())
     assert "down to single scores" in to_page(mask)
-    large = to_page(masks.random_blocks(65_536, count=400, block=128))  # more than 200,000 tiles
+    large = to_page(masks.random_blocks(65_536, count=400, block=128))
     assert "bits" not in data_of(large) and "down to single scores" not in large
 
 
@@ -83,7 +81,7 @@ def test_costs_stand_beside_the_picture():
     ids=repr,
 )
 def test_the_program_of_a_page_finds_the_kind_of_every_score(mask, tmp_path):
-    """Its own function, in Node.js, with a document that only remembers the canvas."""
+    """In Node.js, with a document that only remembers the canvas."""
     lengths = None if mask.lengths is None else tuple(mask.lengths[:, 0].tolist())
     expected = kinds(mask.canonical(), lengths=lengths)
     page = to_page(mask)

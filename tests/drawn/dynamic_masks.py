@@ -1,5 +1,3 @@
-"""Masks whose arrays are not canonical."""
-
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,8 +11,7 @@ from tests.drawn.problems import problems
 
 
 def made_dynamic(mask, seed):
-    """The same scores in arrays that are not canonical: patterns are split, shuffled and added without users, tiles may
-    be dead, bits repeated, full, dead, unused and shuffled, and capacity is left."""
+    """The same scores with split, shuffled and unused patterns, dead and repeated tiles, and capacity left."""
     rng = np.random.default_rng(seed)
     row_blocks, col_blocks = mask.blocks
     indptr, indices, tile = (x.numpy() for x in (mask.indptr, mask.indices, mask.tile))

@@ -1,8 +1,7 @@
 """Hypothesis strategies for masks, every size bounded by a parameter.
 
-Structure is drawn (styles, lengths, heads); bulk values come from a drawn seed, so that drawing and shrinking stay
-quick. A drawn mask is a recipe: its repr is a few plain values, and pasted into a test after
-`from tests.drawn.masks import *` it builds the same mask again.
+A drawn mask is a recipe: its repr, pasted into a test after `from tests.drawn.masks import *`, builds it again. Bulk
+values come from a drawn seed, so that shrinking stays quick.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from sparseflash import BlockMask, masks
 
-# The contents of a tile of a dense mask. "random" differs from tile to tile; the others recur, and deduplicate.
+# The contents of a tile. "random" differs from tile to tile; the others recur.
 TILES = ("full", "random", "dead", "lower", "upper", "repeated", "single")
-# Rows or columns of scores that are emptied afterwards: some single ones, and one run of them.
+# Rows or columns that are emptied: some single ones, and a run.
 HOLES = ("none", "rows", "columns", "both")
 RULES = ("near", "far", "documents", "strided", "queries", "keys", "nothing")
 SEEDS = st.integers(0, 2**31 - 1)
@@ -40,7 +39,7 @@ _blocks = blocks  # for functions with a parameter of the same name
 
 
 def lengths(most: int, block: int = 16) -> SearchStrategy[int]:
-    """1 to `most` tokens, half of them awkward: 1, whole blocks, one more and one less."""
+    """Half of them awkward: 1, whole blocks, one more and one less."""
     edges = {multiple + step for multiple in range(0, most + 2, block) for step in (-1, 0, 1)}
     return st.sampled_from(sorted(edge for edge in edges if 1 <= edge <= most)) | st.integers(1, most)
 
@@ -58,8 +57,8 @@ def dense_mask(
     holes: str,
     seed: int,
 ) -> Tensor:
-    """Bool `[B, H, Nq, Nk]`. `patterns`: the kinds of tile of each pattern (a kind listed twice is twice as likely);
-    `heads[b][h]`: the number of the pattern that head h of batch element b uses."""
+    """Bool `[B, H, Nq, Nk]`. `patterns`: the kinds of tile of each pattern; `heads[b][h]`: the pattern of head h of
+    batch element b."""
     rng = np.random.default_rng(seed)
     made = np.stack([_one_pattern(rng, q_len, k_len, block, kinds, holes) for kinds in patterns])
     return torch.from_numpy(made[np.array(heads)])
@@ -76,7 +75,7 @@ def _one_pattern(
     of_kind = {
         "dead": ~every,
         "full": every,
-        "random": every,  # replaced below
+        "random": every,
         "lower": np.tril(every),
         "upper": np.triu(every, 1),
         "repeated": rng.random(block) < 0.3,
@@ -102,7 +101,7 @@ def _hole(rng: np.random.Generator, length: int, block: int) -> np.ndarray:
 
 
 def _leading(size: int) -> SearchStrategy[int]:
-    """A leading dimension of that size, or now and then 1: shared."""
+    """`size`, or now and then 1: shared."""
     return st.sampled_from([size, size, 1])
 
 
@@ -126,8 +125,7 @@ def _dense_arguments(
 
 
 def dense_masks(q_len: int, k_len: int, batch: int, heads: int, block: tuple[int, int]) -> SearchStrategy[Tensor]:
-    """Bool `[B or 1, H or 1, Nq, Nk]`, made of tiles of that block: dead, full, random, triangular and repeated ones,
-    empty rows and columns, everything dead, everything live, heads and batch elements that share a pattern."""
+    """Bool `[B or 1, H or 1, Nq, Nk]`."""
     return _dense_arguments(q_len, k_len, batch, heads, block).map(lambda drawn: dense_mask(**drawn))
 
 
@@ -135,7 +133,7 @@ def dense_masks(q_len: int, k_len: int, batch: int, heads: int, block: tuple[int
 
 
 def rule(name: str, number: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A predicate for `BlockMask.from_function`, from one of RULES and a number of tokens of at least 1."""
+    """A predicate by its name in RULES."""
     return {
         "near": lambda q, k: (q - k).abs() < number,
         "far": lambda q, k: (q - k).abs() >= number,
@@ -165,7 +163,7 @@ def _from_function(*, q_len: int, k_len: int, block: tuple[int, int], rule_name:
 
 
 def _documents(*, q_len: int, k_len: int, block: tuple[int, int], cuts: Sequence[int], causal: bool) -> BlockMask:
-    """Documents of `q_len` queries and `k_len` keys, cut at these per mille of both."""
+    """Cut at these per mille of queries and keys."""
     ends = [sorted(cut * length // 1000 for cut in cuts) for length in (q_len, k_len)]
     lengths = [np.diff([0, *inner, length]) for inner, length in zip(ends, (q_len, k_len))]
     return masks.documents(*lengths, causal=causal, block=block)
@@ -174,14 +172,13 @@ def _documents(*, q_len: int, k_len: int, block: tuple[int, int], cuts: Sequence
 def _vertical_slash(
     *, q_len: int, k_len: int, block: tuple[int, int], heads: int, verticals: int, slashes: int, seed: int
 ) -> BlockMask:
-    """Drawn columns and diagonals of each head; without distance 0, so with empty rows."""
+    """Without distance 0, so with empty rows."""
     rng = np.random.default_rng(seed)
     vertical, slash = (rng.integers(0, q_len, (heads, count)) for count in (verticals, slashes))
     return masks.vertical_slash(q_len, vertical=vertical, slash=slash, block=block)
 
 
 def _neighborhood(*, q_len: int, k_len: int, block: tuple[int, int], width: int, **arguments: Any) -> BlockMask:
-    """A window over an image of that width, in tile order or row-major."""
     shape = (q_len // width, width)
     tiled = arguments.pop("tiled")
     order = masks.order.tiles(shape, 4) if tiled else None
@@ -202,15 +199,13 @@ BUILDERS: dict[str, Callable[..., BlockMask]] = {
     "neighborhood": _neighborhood,
     "deepspeed_bigbird": masks.deepspeed_bigbird,
 }
-# Masks of a sequence with itself, and of square blocks.
 SELF = ("local", "butterfly", "streaming", "vertical_slash", "neighborhood", "deepspeed_bigbird")
 SQUARE = ("butterfly", "deepspeed_bigbird")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The recipe of a mask: a name of BUILDERS, its arguments, and the lengths given afterwards: of queries and keys,
-    or one tuple for each."""
+    """A builder's name, its arguments, and the lengths given afterwards: of queries and keys, or a tuple for each."""
 
     builder: str
     arguments: dict[str, Any]
@@ -230,10 +225,11 @@ class Recipe:
 def recipes(
     draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 1, heads: int = 1, apart: bool = False
 ) -> Recipe:  # fmt: skip
-    """Recipes of masks that fit an attention of `batch` elements and `heads` query heads.
+    """Recipes for `batch` elements and `heads` query heads.
 
-    apart: queries and keys may have different lengths, even if they could be the same tokens."""
-    # from_dense first and twice: it reaches every structure, and failures shrink towards it.
+    apart: queries and keys may have different lengths.
+    """
+    # from_dense first and twice: failures shrink towards it.
     builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
     block = draw(_blocks(blocks))
     if builder in SQUARE:
@@ -290,7 +286,6 @@ def recipes(
         arguments |= {"causal": draw(st.booleans()), "seed": draw(SEEDS)}
     else:
         arguments = sizes
-    # For each sequence: nothing, all queries or all keys, a part, or more than the mask has.
     longest = max(q_len, k_len)
     one = st.sampled_from([q_len, k_len, 0, longest + 7]) | st.integers(0, longest)
     given = st.lists(one, min_size=batch, max_size=batch).map(tuple)
@@ -302,6 +297,5 @@ def recipes(
 def block_masks(
     most_tokens: int = 160, blocks: Sequence[int] = (16, 32, 64), batch: int = 1, heads: int = 1
 ) -> SearchStrategy[BlockMask]:
-    """Masks of every constructor and of the library, with lengths now and then, for an attention of `batch` elements
-    and `heads` query heads."""
+    """Masks of every constructor and of the library, now and then with lengths."""
     return recipes(most_tokens, blocks, batch, heads).map(Recipe.mask)

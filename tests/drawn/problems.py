@@ -1,7 +1,6 @@
 """Hypothesis strategies for attention problems: a drawn mask, shapes, dtypes, layouts in memory, and tensors.
 
-Like a mask, a drawn problem is a recipe: its repr, pasted into a test after `from tests.drawn.problems import *`,
-builds the same problem again.
+A drawn problem is a recipe: its repr, pasted into a test after `from tests.drawn.problems import *`, builds it again.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Problem:
     v_dim: int
     dtype: torch.dtype
     scale: float | None
-    layout: str  # one of LAYOUTS
+    layout: str
     seed: int
     dropout_p: float = 0.0
 
@@ -42,8 +41,7 @@ class Problem:
         return None if self.recipe is None else self.recipe.mask()
 
     def tensors(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`(q, k, v, dout, dlse)`: the same values on every device, and in every dtype up to rounding. q, k and v
-        require gradients; dlse is fp32, fp64 for fp64."""
+        """`(q, k, v, dout, dlse)`: the same values on every device, and up to rounding in every dtype."""
         generator = torch.Generator().manual_seed(self.seed)
         shapes = (
             (self.batch, self.heads, self.q_len, self.dim),
@@ -59,13 +57,11 @@ class Problem:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of `x [B, H, N, D]` with the strides of one of LAYOUTS."""
     if layout == "contiguous":
         return x.contiguous()
     if layout == "tokens first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    # Starts one element into its buffer, so off any alignment wider than an element; the memory around the values is
-    # NaN, so that reading it shows.
+    # One element into a buffer of NaN, so off any alignment, and reading around it shows.
     buffer = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
     buffer[..., 1:-2] = x
     return buffer[..., 1:-2]

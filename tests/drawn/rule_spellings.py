@@ -9,16 +9,16 @@ import torch
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
-BATCH, HEADS = 3, 4  # the most of them
+BATCH, HEADS = 3, 4
 
 
 @dataclass(frozen=True)
 class Data:
     seed: int
-    length: int  # of queries and keys, at most
+    length: int
 
     def __getattr__(self, name):
-        """Made anew by name, so that a drawn case shows its contents."""
+        """By name, so that a drawn case shows its contents."""
         generator, n = torch.Generator().manual_seed(self.seed), self.length
         made = {
             "docs": lambda: torch.randint(3, (BATCH, n), generator=generator),
@@ -99,7 +99,7 @@ def data_rules(data):
 
 
 def python_rules(data):
-    """More rules, which read b and h, or answer, in Python; and operations that torch.vmap cannot call."""
+    """Rules that read b and h, or answer, in Python; and operations that torch.vmap cannot call."""
     docs, table, widths, some = data.docs, data.table, data.widths, data.some
     tables, numbers = list(table), widths.tolist()
 
@@ -139,7 +139,7 @@ def python_rules(data):
 
 @st.composite
 def spelled(draw, length, python=True):
-    """A drawn rule: one of those above, or two of them joined. It is shown by its names and the seed of its data."""
+    """One of the rules above, or two joined, shown by names and seed."""
     data = Data(draw(st.integers(0, 999)), length)
     mapped = data_rules(data)
     rules = mapped | (python_rules(data) if python else {})
@@ -159,7 +159,7 @@ def spelled(draw, length, python=True):
 
 
 class Spelled:
-    """A rule with a name. is_mapped: torch.vmap can call it for many b and h at once."""
+    """is_mapped: torch.vmap can call it for many b and h at once."""
 
     def __init__(self, name, rule, is_mapped):
         self.name, self.rule, self.is_mapped = name, rule, is_mapped

@@ -25,7 +25,7 @@ from tests.drawn.masks import (
 from tests.drawn.problems import LAYOUTS, Problem, laid_out, problems
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-DRAWS = 50  # of a run
+DRAWS = 50
 PROBLEMS = problems(128, (16, 40), (16, 24), (16, 32), DTYPES)
 
 
@@ -45,8 +45,7 @@ def draws(strategy, number):
 def assert_occur(strategy, names, wanted, *, count=4000):
     """Each of the wanted names is among `names(drawn)` in one of at most `count` draws.
 
-    Hypothesis repeats parts of earlier draws, so one long run may miss a common case that several short runs find. The
-    draws depend on what has been imported: rare names need room in `count`.
+    Several short runs find more than one long one, because Hypothesis repeats parts of earlier draws.
     """
     never = set(wanted)
     for number in range(count // DRAWS):

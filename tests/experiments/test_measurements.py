@@ -1,5 +1,3 @@
-"""The record of measurements: what is written is read, and only figures of one run are compared."""
-
 import dataclasses
 import json
 
@@ -126,7 +124,6 @@ def test_current_run_says_where_and_how():
 
 
 def seeds_of(path, *pairs, **changes):
-    """Adds a value for each seed, one command after another."""
     for seed, value in pairs:
         found = Measurement("recall/256/right-answers/dense", value, None, "%", {"tokens": 256})
         every = add_seed(path, dataclasses.replace(RUN, seed=seed, **changes), [found])

@@ -1,5 +1,3 @@
-"""The stored results: one file a run, pages of a few minutes, and no large file but two models."""
-
 import json
 from pathlib import Path
 from statistics import mean, stdev
@@ -12,7 +10,7 @@ from experiments.measurements import read
 RESULTS = Path(experiments.__file__).parent / "results"
 FILES = [path for path in sorted(RESULTS.rglob("*")) if path.is_file()]
 RUNS = [path for path in FILES if path.suffix == ".jsonl" and path.read_text().startswith('{"run":')]
-LARGE = 250_000  # bytes
+LARGE = 250_000
 MOST_FILES, MOST_BYTES, MOST_WORDS = 150, 6 * 2**20, 1_500
 
 
@@ -42,7 +40,7 @@ def test_a_run_has_its_names_once_and_they_begin_with_the_folder(path):
 def test_a_mean_is_over_all_seeds_and_its_spread_their_deviation(path):
     for each in read(path)[1]:
         runs = each.settings.get("runs", [])
-        runs = runs if isinstance(runs, list) else []  # otherwise a number of turns
+        runs = runs if isinstance(runs, list) else []
         assert (each.spread_of == "seeds") == (len(runs) > 1), each.name
         if len(runs) > 1:
             assert len(runs) == each.seeds, each.name
@@ -52,7 +50,6 @@ def test_a_mean_is_over_all_seeds_and_its_spread_their_deviation(path):
 
 
 def test_every_stored_run_of_path_x_is_in_its_mean():
-    """A model that was trained with class labels and tested, and does not count, would make the mean better."""
     stored = {each.name: each for each in read(RESULTS / "pathx" / "models.jsonl")[1]}
     tested = {"path-x": ("", "128-14-drop"), "path-256": ("path256-", "256-14-drop")}
     for task, (prefix, key) in tested.items():

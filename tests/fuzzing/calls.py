@@ -2,10 +2,9 @@
 
     python -m tests.fuzzing --calls 20000 --seconds 540 --record calls.json [--device cuda]
 
-runs more calls than the tests do, by families in turn, and counts how they ended. With `--record`, a later run
-continues with other seeds. An error counts as the library's own if a `raise` of the library raised it, as ValueError,
-TypeError, NotImplementedError or RuntimeError, with a text; an error that PyTorch, NumPy or Python raises from inside
-is a bug, as is any other kind.
+runs more calls than the tests do. With `--record`, a later run continues with other seeds. An error counts as the
+library's own if its `raise` raised it, as ValueError, TypeError, NotImplementedError or RuntimeError, with a text; any
+other is a bug.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ FAMILIES = {
 
 
 def stop_if_device_failed(family, number, drawn):
-    """Ends the process at the call that made a GPU fail, because every later call on it fails, too."""
+    """Every later call on a GPU that failed fails, too."""
     if values.DEVICE.type == "cuda":
         try:
             torch.cuda.synchronize(values.DEVICE)
         except RuntimeError as error:
             print(f"{family}, seed {number}: {error}\nin or after the call of {drawn}", flush=True)
-            os._exit(2)  # leaving in order would free the memory of a GPU that is lost
+            os._exit(2)  # leaving in order would free memory of the lost GPU
 
 
 def run(family, examples, number=None, ends=None, **options):
-    """Draws calls of a family and counts how they ended, in `ends` too; raises what went wrong.
+    """Draws calls of a family and counts how they ended in `ends`; raises what went wrong.
 
     The same number draws the same calls.
     """
@@ -54,7 +53,7 @@ def run(family, examples, number=None, ends=None, **options):
         try:
             end = wild(**drawn)
         except Exception:
-            ends["failure"] += 1  # Hypothesis's calls for simplifying a failure are counted, too
+            ends["failure"] += 1  # Hypothesis's calls for simplifying count, too
             stop_if_device_failed(family, number, drawn)
             raise
         stop_if_device_failed(family, number, drawn)
@@ -64,7 +63,7 @@ def run(family, examples, number=None, ends=None, **options):
     return ends
 
 
-CALLS = 100  # of a family before the next has its turn
+CALLS = 100
 
 
 def one_turn(family, number):
@@ -106,7 +105,6 @@ def main():
     while sum(sum(counts.values()) for counts in done["ends"].values()) < chosen.calls:
         if time.perf_counter() - start > chosen.seconds:
             break
-        # Seeds count turns, so the seed also determines the family.
         family = families[done["seed"] % len(families)]
         ends, failures = one_turn(family, done["seed"])
         print(*failures, sep="\n", end="\n" if failures else "", flush=True)

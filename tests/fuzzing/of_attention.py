@@ -1,5 +1,3 @@
-"""Families of calls that compute attention: over whole sequences, caches, packed sequences, layers, changed scores."""
-
 from __future__ import annotations
 
 import inspect
@@ -31,13 +29,13 @@ from tests.fuzzing.values import (
     tensor,
 )
 
-# The last size of each is for calls that do not fit.
+# The last size of each does not fit.
 SIZES = {"batch": [1, 2, 3, 0], "heads": [1, 2, 4, 3, 0], "tokens": [17, 1, 40, 16, 64, 0], "dim": [16, 8, 1, 24, 0]}
 
 
 @st.composite
 def attention_inputs(draw):
-    """Shapes, dtypes and layouts of q, k and v. Every other time all fit together; otherwise mostly one does not."""
+    """Shapes, dtypes and layouts of q, k and v, half of them fitting."""
     fits = draw(st.booleans())
     pick = lambda name: draw(st.sampled_from(SIZES[name][: -1 if fits else None]))  # noqa: E731
     batch, kv_heads, q_len, k_len, dim = pick("batch"), pick("heads"), pick("tokens"), pick("tokens"), pick("dim")
@@ -75,14 +73,12 @@ def built(specs, odd_place, odd):
     return made
 
 
-# Of scores in half precision. Beyond it `attention` promises no finite gradients: the weights are recomputed as
-# exp(score - lse), and a few roundings at the magnitude of lse, 2^-20 of it, may then be a factor of e or more.
+# Beyond it `attention` promises no finite gradients: roundings of exp(score - lse), 2^-20 of lse, may be a factor of e.
 LARGEST_IN_HALF = 2.0**20
 
 
 def are_plain(inputs, specs, scale=None):
-    """Whether the result can be predicted: finite numbers on a device that holds them, and scores that are not too
-    large."""
+    """Whether the result can be predicted."""
     return (
         all(isinstance(x, torch.Tensor) and x.device.type == device().type for x in inputs)
         and all(spec["fill"] in ("normal", "zero") for spec in specs)
@@ -95,7 +91,7 @@ def factor_of(q, scale):
 
 
 def largest_score(q, k, scale):
-    """A bound of |scale * q.k|, and of |scale|, which is a factor of the gradients of q and k even if one is 0."""
+    """A bound of |scale * q.k|, and of |scale|, a factor of the gradients."""
     lengths = (x.detach().as_subclass(torch.Tensor).double().norm(dim=-1).flatten().tolist() for x in (q, k))
     return abs(factor_of(q, scale)) * math.prod(max([1.0, *each]) for each in lengths)
 
@@ -118,7 +114,7 @@ def check_attention(inputs, specs, result, live, scale=None, dropped=False):
     leaves = [x for x in inputs if x.requires_grad]
     assert result.requires_grad == bool(leaves)
     if leaves and all(not x.is_inference() for x in inputs):
-        with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's NumPy, where numbers are not known
+        with np.errstate(over="ignore", invalid="ignore"):
             gradients = torch.autograd.grad(result.sum(), leaves)
         for x, gradient in zip(leaves, gradients):
             assert gradient.shape == x.shape
@@ -266,7 +262,7 @@ EDGES = {
        backend=mostly([None, "blockwise", "reference"], ["triton"]))  # fmt: skip
 def fuzz_minus_inf(case, backend):
     if device().type == "cpu" and backend == "triton" and case.dtype == torch.bfloat16:
-        return "refused"  # by the interpreter
+        return "refused"
     kind, found = outcome(lambda: case.results(backend, device()))
     if kind == "result":
         wanted = case.results("reference", device(), torch.float64, by_mask=True)
@@ -300,8 +296,7 @@ HUGE = st.sampled_from([0, 1, 7, 2**23 - 8, 2**23, 2**31 // 127 + 1, 2**31 - 1, 
 
 @st.composite
 def strided(draw, *shape, last=1):
-    """A tensor with expanded dimensions and arbitrary strides in dimensions of size 1; the last stride is `last`. An
-    expanded number of tokens costs no memory."""
+    """A tensor with expanded dimensions and arbitrary strides in dimensions of size 1; the last stride is `last`."""
     kept = [size if draw(st.integers(0, 2)) and size < 10**4 else 1 for size in shape[:-1]]
     x = torch.randn(*kept, shape[-1], generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     strides = [0 if k == 1 and n > 1 else s for k, n, s in zip(kept, shape, x.stride())]
@@ -329,7 +324,7 @@ def expanded_inputs(draw):
 def fuzz_strides(drawn, backend, grad):
     q, k, v, name, values, window = drawn
     q_len, k_len = q.shape[2], k.shape[2]
-    if k_len > 2**20:  # only where a window leaves few tiles, and no array has a number for each key
+    if k_len > 2**20:  # no array has a number for each key
         window, grad, backend = window or 30, False, "triton"
         if name == "relative":
             return "refused"
@@ -345,12 +340,12 @@ def fuzz_strides(drawn, backend, grad):
     if kind == "refused":
         assert k_len > 2**30, found
         return kind
-    seen = k_len if k_len < 100 else q_len + window  # the last keys, at the same distances
+    seen = k_len if k_len < 100 else q_len + window
     small = [x.detach().double().contiguous().requires_grad_(grad) for x in (q, k[:, :, -seen:], v[:, :, -seen:])]
     mask = None if window is None else masks.local(q_len, seen, window=window, causal=True, block=16).to(device())
     change = None if values is None else build(values.double())
     want = attention(*small, mask, scores=change, backend="reference", return_lse=True)
-    for got, wanted in zip(found, want):  # lse shows the scores of keys that are all alike
+    for got, wanted in zip(found, want):
         torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)
     if grad:
         gradients = (torch.autograd.grad(out[0].sum(), leaves) for out, leaves in ((found, inputs), (want, small)))

@@ -1,5 +1,3 @@
-"""Families of calls that make masks, change them and convert them."""
-
 from __future__ import annotations
 
 import inspect
@@ -206,7 +204,6 @@ FROM = {
     "from_flashinfer": ("indptr", "indices", "M", "N", "R", "C", "mask", "block"),
     "from_fa4": ("tensors", "q_len", "k_len"), "from_flex": ("block_mask", "batch", "heads"),
 }  # fmt: skip
-# The block sizes that a library takes, and which of them take whole blocks only.
 BLOCKS = {"fa4": (128,), "flex": (128, 16), "deepspeed": (16, 32)}
 WHOLE = ("deepspeed", "flashinfer")
 
@@ -304,7 +301,7 @@ def fuzz_rules(rule, sizes, block, use):
         kind, mask = outcome(call)
     except AssertionError:
         if use == "from_flex" and not rule.is_mapped:
-            return "refused"  # by FlexAttention
+            return "refused"
         raise
     if kind == "result":
         assert torch.equal(mask.to_dense().expand(*sizes), by_numbers(rule, *sizes))

@@ -54,7 +54,7 @@ def test_scores_beyond_the_limit_of_half_precision_are_no_failures(backend):
     specs = [{"shape": [1, 2, 40, 16], "dtype": torch.float16, "grad": True, "seed": seed} for seed in range(3)]
     specs = [{**spec, "layout": "plain", "fill": "normal"} for spec in specs]
     named = {"mask": "none", "dropout": 0.0, "backend": backend, "seed": None, "lse": False}
-    for fill in ("normal", "zero"):  # zeros give scores of 0, but not gradients of 0
+    for fill in ("normal", "zero"):  # zeros give scores, not gradients, of 0
         specs[1]["fill"] = fill
         assert of_attention.fuzz_attention(drawn=(specs, 99, None), scale=1e30, **named) == "result"
 
@@ -129,7 +129,6 @@ def test_a_block_list_is_not_ignored():
 
 
 def test_masks_made_one_after_another_are_not_mixed_up():
-    """Their memory, and so the ids of their tensors, is reused."""
     q, k, v = problem()
     for turn in range(60):
         mask = masks.local(50, window=turn % 7 + 1, causal=True, block=16)
@@ -225,7 +224,6 @@ ONE = torch.tensor(5)
             TypeError,
             r"q must be a tensor; got NoneType",
         ),
-        # PyTorch compares an int8 with 256 as with 0.
         (lambda: masks.causal(40, block=torch.tensor(0, dtype=torch.int8)), ValueError, r"block must be one of 16, 32"),
         (lambda: MASK.to(3), TypeError, r"device must be a torch\.device or its name, such as 'cuda'; got 3"),
         (lambda: MASK.to("no"), ValueError, r"device must be a torch\.device or its name, such as 'cuda'; got 'no'"),

@@ -1,5 +1,3 @@
-"""Values that calls are drawn from, masks by name, and how a call may end."""
-
 from __future__ import annotations
 
 import linecache
@@ -16,7 +14,7 @@ from sparseflash import BlockMask, masks
 
 ROOT = Path(sparseflash.__file__).resolve().parents[1]
 OWN = (str(ROOT / "sparseflash"), str(ROOT / "masks"))
-DEVICE = torch.device("cpu")  # of tensors and masks; --device
+DEVICE = torch.device("cpu")
 KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
@@ -34,7 +32,7 @@ def draws(**strategies):
 
 
 class Subclass(torch.Tensor):
-    """A tensor of a user's own class."""
+    pass
 
 
 def outcome(call):
@@ -44,7 +42,7 @@ def outcome(call):
             return "result", call()
         except KINDS as error:
             if str(error).startswith("Inference tensors cannot be saved for backward"):
-                return "refused", error  # PyTorch's own rule, with a remedy
+                return "refused", error
             trace = error.__traceback__
             while trace.tb_next is not None:
                 trace = trace.tb_next

@@ -1,5 +1,3 @@
-"""DeepSpeed's layouts, both ways."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""FlashAttention-4's block-sparse tensors, both ways."""
-
 import re
 
 import pytest
@@ -27,8 +25,7 @@ def listed(counts, indices, rows, cols):
 
 
 def classes(mask):
-    """The classes of FA4's own compute_block_sparsity: blocks with some live score inside the lengths, and blocks with
-    all."""
+    """FA4's compute_block_sparsity: blocks with some live score inside the lengths, and blocks with all."""
     (rows, cols), dense = mask.blocks, mask.to_dense()
     some = torch.zeros(*dense.shape[:2], rows, cols, dtype=torch.bool)
     every = some.clone()

@@ -1,4 +1,4 @@
-"""FastVideo's chosen blocks, against its definition: the first tokens of each listed block, and lse to the base 2."""
+"""FastVideo's definition: the first tokens of each listed block, and lse to the base 2."""
 
 import math
 import re
@@ -32,7 +32,7 @@ def test_it_is_its_definition(seed, block, rows, columns):
     torch.testing.assert_close(lse, (s.logsumexp(-1) / math.log(2)).to(lse.dtype))
     dout = torch.randn(out.shape, generator=generator, dtype=out.dtype)
     for a, b in zip(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, inputs, dout), strict=True):
-        torch.testing.assert_close(a, b.nan_to_num(0.0))  # PyTorch's softmax of no score
+        torch.testing.assert_close(a, b.nan_to_num(0.0))
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -1,5 +1,3 @@
-"""FlashAttention's functions, against the definitions in its documentation, written down here."""
-
 import re
 
 import pytest
@@ -37,7 +35,7 @@ def live_scores(q_len, k_len, causal, window):
 
 
 def defined(q, k, v, live, *, scale=None, softcap=0.0, slopes=None, sink=None):
-    """`(out, lse)` of `[N, H, D]`: scaled, capped, then biased by the distance; a query without keys gives 0."""
+    """`(out, lse)` of `[N, H, D]`: scaled, capped, then biased; a query without keys gives 0."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -150,7 +148,7 @@ def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, 
     filled = torch.randint(q_len, room - new + 1, (2,), generator=generator, dtype=torch.int32)
     pad = torch.minimum(torch.randint(0, room, (2,), generator=generator, dtype=torch.int32), filled)
     options, stored = {}, [k_cache.clone(), v_cache.clone()]
-    if way == "chosen rows":  # of a cache of five rows
+    if way == "chosen rows":
         rows = torch.randperm(5, generator=generator)[:2].int()
         options["cache_batch_idx"] = rows
         stored = [torch.zeros(5, room, 2, 16, dtype=torch.float64).index_copy(0, rows.long(), x) for x in stored]
@@ -310,7 +308,7 @@ def test_the_kernels_take_slopes_of_each_batch_element_and_sequence(packed):
     live = live_scores(30, 40, True, (-1, -1))
     for b in range(2):
         want, _ = defined(*(x[b].double() for x in (q, k, v)), live, slopes=slopes[b])
-        assert (out[b].double() - want).abs().max() < 4e-3  # fp16
+        assert (out[b].double() - want).abs().max() < 4e-3
 
 
 @pytest.mark.gpu

@@ -1,5 +1,3 @@
-"""FlashInfer's block-sparse rows, both ways."""
-
 import re
 
 import pytest
@@ -13,7 +11,6 @@ from tests.drawn.masks import blocks, dense_masks
 
 
 def dense_of(bsr):
-    """The dense matrix that FlashInfer's arguments mean, block by block."""
     dense = torch.zeros(bsr.M, bsr.N, dtype=torch.bool)
     for i in range(bsr.M // bsr.R):
         for e in range(bsr.indptr[i], bsr.indptr[i + 1]):
@@ -62,7 +59,7 @@ def test_blocks_of_any_size_come_in(size, rows, cols, with_mask, seed):
 
 
 def test_each_distinct_tile_is_taken_apart_once(monkeypatch):
-    # Unpacking needs many times the memory of the result, so it must not unpack all tiles at once.
+    # Not all tiles are unpacked at once.
     taken = []
     unpack = scores.bitmask.unpack
     monkeypatch.setattr(

@@ -1,5 +1,3 @@
-"""FlashMask's intervals, both ways."""
-
 import re
 
 import pytest
@@ -14,7 +12,7 @@ from tests.drawn.rule_spellings import Data, by_numbers
 
 
 def dense_of(indices, causal, q_len):
-    """Bool `[B, H, Nq, Nk]`: the definition in Paddle's documentation (`flashmask_to_densemask`), in its own loops."""
+    """`flashmask_to_densemask` of Paddle's documentation, bool `[B, H, Nq, Nk]`."""
     batch, heads, k_len, bounds = indices.shape
     live = torch.ones(batch, heads, q_len, k_len, dtype=torch.bool)
     with_ends = bounds == (2 if causal else 4)
@@ -32,7 +30,6 @@ def dense_of(indices, causal, q_len):
 
 
 def representable(live, causal):
-    """For every key, from the definition: one masked run on each side, the query on the diagonal on either."""
     q_len, k_len = live.shape
     for k in range(k_len):
         dead = (~live[:, k]).tolist()
@@ -57,7 +54,7 @@ def intervals(draw, causal, most=60):
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
     indices = torch.randint(0, q_len + 3, (batch, heads, k_len, bounds), generator=generator, dtype=torch.int32)
-    if draw(st.booleans()):  # long runs of equal bounds, as documents make them
+    if draw(st.booleans()):
         indices = indices[:, :, torch.arange(k_len) // draw(st.integers(1, k_len)) * 0]
     return indices, q_len
 
@@ -99,7 +96,6 @@ def test_any_mask_goes_out_or_the_first_key_that_cannot_is_named(causal, data):
 
 @given(data=st.data(), causal=st.booleans())
 def test_masks_of_intervals_go_out_and_come_back(data, causal):
-    """Drawn so that most can be said: one run of masked queries on each side of the diagonal."""
     n, block = data.draw(lengths(60)), data.draw(blocks((16, 32)))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9999)))
     key = torch.arange(n)
@@ -124,12 +120,9 @@ def test_masks_of_intervals_go_out_and_come_back(data, causal):
         (lambda: BlockMask.dense(300, block=64), False, 2),
         (lambda: BlockMask.dense(200, 300, block=64), False, 2),
         (lambda: masks.causal(200, 300, block=64), False, 2),
-        # The masked run of a key crosses the diagonal, and is cut there.
         (lambda: masks.causal(300, 200, block=64), False, 4),
-        # Documents without causality, and a causal window whose sink is seen by all.
         (lambda: BlockMask.from_function(lambda q, k: q // 70 == k // 70, 300, block=64), False, 2),
         (lambda: BlockMask.from_function(lambda q, k: (k <= q) & ((q - k < 50) | (k < 4)), 300, block=64), True, 1),
-        # Later queries see a document again: an end is needed.
         (lambda: BlockMask.from_function(lambda q, k: (k <= q) & ((q - k < 50) | (q > 250)), 300, block=64), True, 2),
         (lambda: BlockMask.from_function(lambda q, k: ((q - k).abs() < 50) | (q > 250), 300, block=64), False, 4),
     ],

@@ -1,5 +1,3 @@
-"""FlexAttention's `BlockMask`, both ways, against FlexAttention's own code."""
-
 import re
 
 import pytest
@@ -21,12 +19,11 @@ from sparseflash.interop import from_flex, to_flex
 from tests.drawn.masks import RULES, block_masks, lengths, rule
 from tests.drawn.rule_spellings import Data, by_numbers, data_rules
 
-# FlexAttention warns at every call in eager mode on the CPU, which these tests need.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def as_lists_say(flex, batch, heads):
-    """Bool `[batch, heads, Nq, Nk]`: the result of the compiled kernel, from the lists and `mask_mod`."""
+    """Bool `[batch, heads, Nq, Nk]`, from the lists and `mask_mod`."""
     (q_len, k_len), (block_q, block_k) = flex.seq_lengths, flex.BLOCK_SIZE
     rule = create_mask(flex.mask_mod, batch, heads, q_len, k_len, device="cpu")
     dense = torch.zeros(batch, heads, q_len, k_len, dtype=torch.bool)
@@ -77,7 +74,7 @@ def test_eager_flexattention_under_the_exported_mask_is_our_attention(mask, seed
         torch.randn(2, 2, n, 16, generator=generator, dtype=torch.float64) for n in (mask.q_len, mask.k_len, mask.k_len)
     )
     out = flex_attention(q, k, v, block_mask=to_flex(mask))
-    for backend in ("reference", "blockwise"):  # they agree with it about rows without keys, too
+    for backend in ("reference", "blockwise"):
         torch.testing.assert_close(out, attention(q, k, v, mask, backend=backend), rtol=0, atol=1e-12)
 
 
@@ -108,7 +105,7 @@ def test_what_flexattention_makes_of_the_exported_mask_mod_are_our_lists(mask):
 
 
 def test_flexattention_need_not_sort_all_tiles(monkeypatch):
-    # Computing the second pair of lists from the first takes a minute at a million tokens.
+    # Computing the second pair of lists takes a minute at a million tokens.
     monkeypatch.delattr("torch.nn.attention.flex_attention._transpose_ordered")
     mask = masks.local(300, window=90, block=32)
     assert from_flex(to_flex(mask)) == mask
@@ -162,7 +159,6 @@ def window_of_element(b, h, q, k):
 
 @pytest.mark.parametrize("mod", [window_of_head, window_of_element])
 def test_a_mask_mod_of_the_head_is_not_taken_for_that_of_head_0(mod):
-    """FlexAttention calls it with the real number, even if one list serves all heads."""
     name = "heads" if mod is window_of_head else "batch"
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
     with pytest.raises(ValueError, match=f"mask_mod may depend on the .*: pass {name}=, the attention's"):
@@ -224,9 +220,9 @@ def test_a_slice_is_told_from_a_mask():
     whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
     part = whole[:, :, 2:]
     part.mask_mod = lambda b, h, q, k: k <= q + 32
-    part.seq_lengths = 32, 64  # as PyTorch 2.14 leaves it
+    part.seq_lengths = 32, 64  # PyTorch 2.14
     assert from_flex(part) == masks.causal(32, 64, block=16)
-    part.seq_lengths = 64, 64  # as the versions before do
+    part.seq_lengths = 64, 64  # before 2.14
     with pytest.raises(ValueError, match=r"got 2 block rows of 16\. A slice keeps .* from_flex\(whole\).crop"):
         from_flex(part)
     assert from_flex(whole).crop(q=(32, 64)) == masks.causal(32, 64, block=16)

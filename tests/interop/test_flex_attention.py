@@ -1,5 +1,3 @@
-"""FlexAttention's functions by our kernels, against FlexAttention's own in eager mode."""
-
 import re
 
 import pytest
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:
 
 
 def drawn(*shapes, seed=0):
-    """Without gradients, which FlexAttention refuses on a CPU."""
+    """FlexAttention refuses gradients on a CPU."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
@@ -110,7 +108,7 @@ def test_a_learned_tensor_that_a_score_mod_reads_gets_its_gradient_at_every_step
             table -= 0.1 * a
 
 
-# With the slopes x and `d = q + Nk - Nq - k`, which is not negative under a causal mask.
+# With the slopes x and `d = q + Nk - Nq - k`.
 SIGNED = {
     "added": lambda x, s, h, d: s + x[h] * -d,
     "taken away": lambda x, s, h, d: s - x[h] * d,
@@ -126,7 +124,7 @@ def signed(form, x, q_len, k_len):
 
 
 def with_kinds(*arguments):
-    """`flex_attention`, and the kinds of the modifications with which it calls `attention`."""
+    """`flex_attention`, and the kinds of its calls of `attention`."""
     kinds = []
 
     def noted(*given, scores, **named):
@@ -146,7 +144,7 @@ def plain(mod, q, k, v, live):
 
 
 def alike(kind, mod, slopes, q, k, v, mask):
-    """Compares `flex_attention` with the definition, also the gradients of the slopes, if they are learned."""
+    """Compares `flex_attention` with the definition, also gradients of learned slopes."""
     live = mask.to_dense() if isinstance(mask, BlockMask) else theirs.create_mask(causal, 1, 1, 50, 50, device="cpu")
     (out, kinds), want = with_kinds(q, k, v, mod, mask), plain(mod, q, k, v, live)
     assert kinds == [kind]

@@ -1,5 +1,3 @@
-"""Common rules of all conversions: names, documentation, and imports."""
-
 import pytest
 import torch
 
@@ -29,7 +27,6 @@ heavy = ("scipy", "torch.nn.attention.flex_attention", "flash_attn", "flashinfer
 found = [name for name in heavy if name in sys.modules]
 assert not found, found
 """
-    # PyTorch may itself import SciPy or FlexAttention; then this test cannot tell.
     before = python("-c", program.replace("sparseflash.interop", "torch"))
     if before.returncode:
         pytest.skip(f"import torch alone fails this: {before.stderr.strip().splitlines()[-1]}")
@@ -66,7 +63,7 @@ def two_heads():
 
 
 def runs_until_there_are_too_many():
-    """Keys from 70 on have more live runs than FlashMask can represent."""
+    """Keys from 70 on have too many live runs for FlashMask."""
     mask = BlockMask.from_function(lambda q, k: (k < 70) | (q % 20 < 5), 100, block=16)
     return [x.tolist() if isinstance(x, torch.Tensor) else x for x in dead_runs(mask, 0)]
 

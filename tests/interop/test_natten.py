@@ -1,5 +1,3 @@
-"""NATTEN's functions, against the rule of its reference kernel by axis, written down here."""
-
 import itertools
 import re
 
@@ -16,7 +14,7 @@ FUNCTIONS = {1: na1d, 2: na2d, 3: na3d}
 
 
 def axis_live(n, window, stride, dilation, causal):
-    """Bool `[n, n]` of one axis: `csrc/include/natten/cuda/reference/mask.hpp`, with its own names."""
+    """`csrc/include/natten/cuda/reference/mask.hpp`, with its names: bool `[n, n]`."""
     live = torch.zeros(n, n, dtype=torch.bool)
     left, right = window // 2, window // 2 + window % 2 - 1
     for q in range(n):
@@ -37,7 +35,6 @@ def axis_live(n, window, stride, dilation, causal):
 
 
 def grid_live(grid, windows, strides, dilations, causals):
-    """Bool `[N, N]`: live on every axis."""
     live = torch.ones(1, 1, dtype=torch.bool)
     for each in zip(grid, windows, strides, dilations, causals):
         own = axis_live(*each)
@@ -115,7 +112,7 @@ def test_the_pattern_of_the_library_is_the_same_rule(rule):
         ((32, 32), 9, (2, 1), True),
         ((8, 32, 32), 7, (1, 1, 1), True),
         ((256,), 5, (4,), True),
-        ((32, 32), 3, (1, 1), False),  # three lines of the image are two blocks
+        ((32, 32), 3, (1, 1), False),
         ((256,), 5, (1,), False),
     ],
 )
@@ -132,7 +129,7 @@ def test_a_sequence_keeps_its_order_and_tiles_are_whole_where_they_fit():
     assert _order((100,), (1,), 64) is None
     first = _order((16, 32), (1, 1), 128)[:128]
     assert sorted(first.tolist()) == sorted(y * 32 + x for y, x in itertools.product(range(8), range(16)))
-    first = _order((16, 32), (2, 1), 128)[:128]  # a tile of the even lines
+    first = _order((16, 32), (2, 1), 128)[:128]
     assert sorted(first.tolist()) == sorted(y * 32 + x for y, x in itertools.product(range(0, 16, 2), range(16)))
     assert _order((2, 64), (1, 1), 128).tolist() == list(range(128))
 

@@ -1,5 +1,3 @@
-"""SciPy's sparse matrices, both ways."""
-
 import re
 
 import numpy as np
@@ -15,7 +13,6 @@ from tests.drawn.masks import block_masks, blocks, dense_masks, lengths
 
 
 def canonical(mask, *, like=None):
-    """The canonical mask of the dense matrix of `mask`, without lengths."""
     block = (mask.block_q, mask.block_k) if like is None else like
     return BlockMask.from_dense(mask.to_dense(), block=block)
 

@@ -1,5 +1,3 @@
-"""A `score_mod` of FlexAttention becomes equivalent score modifications."""
-
 import pytest
 import torch
 from hypothesis import given
@@ -154,7 +152,6 @@ def drawn_table(draw, q_len, k_len, random):
 
 
 def drawn_addend(draw, kind, q_len, k_len, random):
-    """The shape of a tensor, and what is added: a function of it and a place."""
     if kind == "relative":
         return drawn_table(draw, q_len, k_len, random)
     shift = k_len - q_len
@@ -201,7 +198,7 @@ def test_what_is_recognised_has_the_values_and_gradients_of_the_function(data, q
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# Rules with tensors x that have entries for three batch elements and five heads, and the indices of their dimensions.
+# Rules with tensors x for three batch elements and five heads, and the indices of their dimensions.
 MORE = {
     "slopes": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * (q - k).abs()),
     "log": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * torch.log1p((q - k).abs())),

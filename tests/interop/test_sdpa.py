@@ -1,5 +1,3 @@
-"""The masks of PyTorch's scaled_dot_product_attention, both ways."""
-
 import re
 
 import numpy as np
@@ -30,7 +28,7 @@ def test_pytorchs_attention_under_the_exported_mask_is_ours(mask, seed):
     )
     want = attention(q, k, v, mask, backend="reference")
     got = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=to_sdpa(mask))
-    empty = ~mask.to_dense().any(-1, keepdim=True)  # PyTorch's result for a row without keys is not compared
+    empty = ~mask.to_dense().any(-1, keepdim=True)
     torch.testing.assert_close(got.masked_fill(empty, 0), want, rtol=0, atol=1e-12)
 
 
@@ -39,7 +37,6 @@ def test_a_key_padding_mask_comes_in_for_all_queries():
     mask = from_sdpa(~padding[:, None, None, :], q_len=5, block=16)
     assert mask.shape == (2, 1, 5, 3)
     assert torch.equal(mask.to_dense()[:, 0], ~padding[:, None, :].expand(2, 5, 3))
-    # Without a score for each query and key.
     many = from_sdpa(~padding[:1, None, None, :], q_len=1 << 20, k_len=None)
     assert many == BlockMask.from_function(lambda q, k: k < 2, 1 << 20, 3)
     assert from_sdpa(torch.ones(1, 7, 1, dtype=torch.bool), k_len=4, block=16) == BlockMask.dense(7, 4, block=16)

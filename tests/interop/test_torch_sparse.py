@@ -1,5 +1,3 @@
-"""PyTorch's sparse tensors, both ways."""
-
 import re
 
 import pytest

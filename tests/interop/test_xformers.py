@@ -1,4 +1,4 @@
-"""`memory_efficient_attention`, against xformers' documented rules, and its own masks where it is installed."""
+"""xformers' documented rules, and its own masks where it is installed."""
 
 import re
 from types import SimpleNamespace
@@ -12,9 +12,7 @@ from sparseflash.interop.xformers import _KINDS, mask_of_bias, memory_efficient_
 
 
 def band(q_len, k_len, at_bottom, left=None, right=None):
-    """Query i sees keys from `p - left` to `p + right`, with p = i, or as far from the last key as i is from the last
-    query.
-    """
+    """From `p - left` to `p + right`, with p = i, or as far from the last key as i is from the last query."""
     at = torch.arange(q_len)[:, None] + (k_len - q_len if at_bottom else 0)
     key = torch.arange(k_len)
     live = torch.ones(q_len, k_len, dtype=torch.bool)
@@ -22,7 +20,7 @@ def band(q_len, k_len, at_bottom, left=None, right=None):
     return live & (key <= at + right) if right is not None else live
 
 
-# The rule within a block, from the class's documentation, for window_left = 4, window_right = 2, _window_size = 5.
+# From the class's documentation, for window_left = 4, window_right = 2, _window_size = 5.
 RULES = {
     "LowerTriangularMask": (False, None, 0),
     "LowerTriangularMaskWithTensorBias": (False, None, 0),
@@ -93,7 +91,6 @@ def test_the_masks_are_the_documented_rules(name, sizes, more):
 
 
 def theirs():
-    """Instances of xformers' own classes, and the number of queries and keys of each."""
     biases = pytest.importorskip("xformers.ops.fmha.attn_bias", reason="xformers is not installed")
     blocks = {"q_seqlen": [5, 3, 20], "kv_seqlen": [9, 3, 24]}
     padded, gappy = {**blocks, "kv_padding": 30}, {**blocks, "kv_seqstarts": [0, 12, 20, 60]}
@@ -195,11 +192,11 @@ def test_a_triangle_with_a_bias_is_both():
 
 
 class AttentionBias:
-    """xformers' base class, by its name."""
+    pass
 
 
 class LowerTriangularMask(torch.Tensor, AttentionBias):
-    """As in xformers since 0.0.24: a tensor without contents of its own around `_subtensor`."""
+    """Since xformers 0.0.24: a tensor without contents around `_subtensor`."""
 
     @staticmethod
     def __new__(cls, inner=None):

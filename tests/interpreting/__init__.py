@@ -9,7 +9,7 @@ gluon/                                           Gluon kernels, which Triton's i
 
 
 def interpret_quickly(monkeypatch):
-    """What every process does that runs kernels in Triton's interpreter. The results are the interpreter's own."""
+    """For every process with Triton's interpreter. The results are the interpreter's own."""
     from tests.interpreting.indices import index_by_scalars
     from tests.interpreting.operators import compute_by_numpy
     from tests.interpreting.patched_once import patch_once_a_launch

@@ -1,7 +1,6 @@
 """Checks that kernels read and write only their arguments, in the interpreter.
 
-A GPU stops only at an address outside all allocated pages. The interpreter reads the host's memory, where nearly every
-address is valid. So every address is looked up.
+A GPU stops only outside allocated pages, and nearly every address of the host is valid. So every address is looked up.
 """
 
 from bisect import bisect_right
@@ -14,7 +13,6 @@ least, most = np.minimum.reduce, np.maximum.reduce
 
 
 def watch_addresses(monkeypatch):
-    """The interpreter then stops at an address outside the tensors that the kernel was given."""
     call = interpreter.GridExecutor.__call__
     load, store = (getattr(interpreter.InterpreterBuilder, f"create_masked_{way}") for way in ("load", "store"))
     arguments = Extents([])
@@ -41,17 +39,14 @@ def watch_addresses(monkeypatch):
 
 
 class Extents:
-    """The addresses of some tensors, each from its first element to its last."""
-
     def __init__(self, tensors):
         found = sorted(extent(x) for x in tensors if x.numel() > 0)
         self._start = np.array([start for start, _ in found], dtype=np.uint64)
-        # All tensors that start no later, because views of one buffer overlap.
+        # All that start no later: views of one buffer overlap.
         self._stop = np.maximum.accumulate(np.array([stop for _, stop in found], dtype=np.uint64))
         self._starts, self._stops = self._start.tolist(), self._stop.tolist()
 
     def check(self, pointers, mask, does):
-        # Descriptors of Triton 3.7 pass an array, whose `data` is its memory.
         live = mask if isinstance(mask, np.ndarray) else mask.data
         at = pointers.data
         if not live.all():
@@ -61,7 +56,7 @@ class Extents:
         size = pointers.get_element_ty().primitive_bitwidth // 8
         first = bisect_right(self._starts, least(at, None).item())
         if first > 0 and most(at, None).item() + size <= self._stops[first - 1]:
-            return  # all in one tensor, the usual case
+            return
         at, size = at.astype(np.uint64), np.uint64(size)
         before = np.searchsorted(self._start, at, side="right")
         inside = before > 0
@@ -71,7 +66,6 @@ class Extents:
 
 
 def extent(x):
-    """The addresses of a tensor's first byte, and of the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 

@@ -1,7 +1,7 @@
 """Operators and functions of Triton's language, computed by NumPy and called without their wrappers.
 
-An operator computes in Triton's way once for each pair of types, which gives the type of its results, and from then on
-calls NumPy. What it learned stays with the type of its first operand, in `type._computed` (see value_types.py):
+An operator computes in Triton's way once for each pair of types, and calls NumPy from then on. What it learned is in
+`type._computed`:
 
     (name, type of a number, number)     of an operator with a number of the kernel
     (name, id of the other type)         of an operator with a tensor; the type is kept too, so that no other has its id
@@ -17,7 +17,6 @@ from triton.runtime import interpreter
 
 from tests.interpreting.value_types import NUMBERS, Handle, block_type, computation_type, dtype, numpy_dtype, tensor
 
-# Operators that equal NumPy's, once the operands are of one type.
 OPERATORS = {
     "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__and__": np.bitwise_and,
     "__or__": np.bitwise_or, "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater,
@@ -27,26 +26,23 @@ SWAPPED = {"__radd__": "__add__", "__rsub__": "__sub__", "__rmul__": "__mul__"}
 _OF_BOOLEANS = (np.bitwise_and, np.bitwise_or)
 MOST_COMPUTED = 128  # kept for a type: literals of kernels are few, scales are not
 
-# Triton's own, before anything is replaced.
 _semantic, _unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
 _binary_op, _generic_reduce = interpreter.InterpreterBuilder.binary_op, interpreter.ReduceOps.generic_reduce
 
 _BOOL = np.dtype(bool)
 _LEAVES = {tensor, int, bool, float, str, type(None), Handle, dtype, block_type, tl.pointer_type}
-_unwrapped = {}  # members of the language, by place
+_unwrapped = {}
 
 
 def compute_by_numpy(monkeypatch):
-    """Lets operators call NumPy, and kernels call functions of the language without their wrappers."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", _operate_on_numbers)
     monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", _unwrap_if_constexpr)
     monkeypatch.setattr(interpreter, "_patch_attr", _set_unwrapped)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce_at_once)
-    monkeypatch.setattr(TritonSemantic, "arange", cache(TritonSemantic.arange))  # no kernel writes to a value
+    monkeypatch.setattr(TritonSemantic, "arange", cache(TritonSemantic.arange))
     if hasattr(tl.core, "_normalize_cache_policy"):  # from Triton 3.8 on
         monkeypatch.setattr(tl.core, "_normalize_cache_policy", cache(tl.core._normalize_cache_policy))
-    # Triton computes whether integers overflow, by five operations for each sum and product of a kernel, for an
-    # assertion that it makes in debug mode only.
+    # Triton computes whether integers overflow by five operations, for an assertion in debug mode only.
     if not interpreter.InterpreterOptions().debug:
         monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
 
@@ -84,7 +80,7 @@ def _without_wrapper(obj, name, member):
 
 
 def _known_operator(name, slow):
-    """`slow`; if it was called with operands of these types, or with this number, before, NumPy computes it."""
+    """`slow`, and NumPy once operands of these types, or this number, are known."""
 
     def operate(self, other):
         if type(other) is tl.constexpr:
@@ -109,7 +105,6 @@ def _known_operator(name, slow):
 
 
 def _by_numpy(name, x, other):
-    """A function of two arrays (None: a number as the second); None if only Triton can compute it."""
     if x.dtype.is_ptr():
         return _offset(name, x, other)
     if type(other) is tensor:
@@ -118,7 +113,7 @@ def _by_numpy(name, x, other):
 
 
 def _offset(name, x, other):
-    """Of pointers and whole numbers, which are multiplied by the size of an element."""
+    """Pointers and whole numbers, which are multiplied by the size of an element."""
     kind = other.dtype if type(other) is tensor else _semantic.to_tensor(other).dtype
     if name != "__add__" or kind.name not in NUMBERS:
         return None
@@ -139,7 +134,7 @@ def _of_tensors(operation, own, kind):
 
 
 def _with_number(name, own, number):
-    """Only if Triton casts the number to the tensor's type, not the tensor. 0.0 would match -0.0, which equals it."""
+    """Only if Triton casts the number. 0.0 would match -0.0."""
     kind = _semantic.to_tensor(number).dtype
     if not {own.name, kind.name} <= NUMBERS or (type(number) is float and number == 0):
         return None
@@ -153,7 +148,6 @@ def _with_number(name, own, number):
 
 
 def _known_places(slow):
-    """`slow`; where new dimensions of size one, as in x[:, None], were made before, NumPy makes them."""
     every = slice(None)
 
     def take(self, places):
@@ -184,7 +178,7 @@ def _operate_on_numbers(self, lhs, rhs, op):
 
 
 def _reduce_at_once(self, input):
-    """Sorting sums by xor; the interpreter would call a function for each number."""
+    """Sorting sums by xor."""
     if self.combine_fn is not tl.standard._xor_combine:
         return _generic_reduce(self, input)
     (x,) = input

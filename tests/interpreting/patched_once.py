@@ -1,7 +1,6 @@
 """Triton's interpreter replaces the functions of its language once in a launch, not at every call of a device function.
 
-At each call the interpreter would search the whole language, which takes a third of a kernel's time in this package,
-and find everything replaced already.
+Otherwise each call searches the whole language, a third of a kernel's time in this package.
 """
 
 import inspect
@@ -11,11 +10,10 @@ from triton.runtime import interpreter
 
 
 def patch_once_a_launch(monkeypatch):
-    """Lets a device function use the language as the calling kernel left it."""
     call, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    builtins = {}  # for each part of the language: the functions that the interpreter replaces
-    patched = set()  # names of the modules that were patched since the launch began
-    seen_by = {}  # for each function: the names that it can see
+    builtins = {}
+    patched = set()
+    seen_by = {}
 
     def launch(self, *args, **kwargs):
         patched.clear()

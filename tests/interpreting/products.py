@@ -1,21 +1,20 @@
 """Matrix products for Triton's interpreter, in place of its `InterpreterBuilder.create_dot`.
 
-The interpreter multiplies by BLAS, whose sums of x y^T and of y x^T differ in their last bits. The kernels rely on
-matrix units, which form the same products in the same order, whichever operand comes first.
+BLAS sums x y^T and y x^T differently. The kernels rely on matrix units, which form the same products in the same order.
 """
 
 import numpy as np
 
 
 def summed_alike_in_either_order(builder, a, b, d, *options):
-    """Summed in fp64 and rounded once: what every test without a GPU runs with."""
-    with np.errstate(over="ignore", invalid="ignore"):  # as in fp32
+    """Summed in fp64 and rounded once."""
+    with np.errstate(over="ignore", invalid="ignore"):
         product = (a.data.astype(np.float64) @ b.data.astype(np.float64)).astype(d.data.dtype)
         return type(d)(product + d.data, d.dtype.scalar)
 
 
 def summed_as_by_tensor_cores(builder, a, b, d, *options):
-    """a b + d in fp32 as tensor cores compute it: 16 products at a time, and bits that do not fit are cut off."""
+    """As tensor cores: 16 products at a time, and bits that do not fit are cut off."""
     total = d.data
     for i in range(0, a.data.shape[-1], 16):
         exact = total.astype("f8") + a.data[:, i : i + 16].astype("f8") @ b.data[i : i + 16].astype("f8")

@@ -1,5 +1,3 @@
-"""The watch over addresses (bounds.py, in force for all tests in the interpreter) notices one outside."""
-
 import pytest
 import torch
 import triton

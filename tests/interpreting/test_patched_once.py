@@ -1,5 +1,3 @@
-"""The interpreter's language (patched_once.py, in force for all tests there) is patched once in a launch."""
-
 import pytest
 import torch
 import triton
@@ -29,11 +27,11 @@ def test_device_functions_find_the_language_as_the_kernel_left_it(monkeypatch):
     )
     at_rest = tl.load, tl.tensor.__add__, tl.range
     x, out = torch.randn(16), torch.zeros(16)
-    for _ in range(2):  # the second launch patches again what the first put back
+    for _ in range(2):
         looked_through.clear()
         double_often[(3,)](x, out, COUNT=4)
         assert torch.equal(out, 16 * x)
-        # tl for the kernel, and both for tl.sum, the first that sees tl.core; not for each of the 12 calls.
+        # tl for the kernel, and both for tl.sum; not for each of the 12 calls.
         assert looked_through[0] is tl and len(looked_through) <= 3
         assert (tl.load, tl.tensor.__add__, tl.range) == at_rest
 

@@ -1,5 +1,3 @@
-"""The facts that values of one type share in the interpreter equal Triton's own for each value."""
-
 import numpy as np
 import pytest
 import torch
@@ -98,12 +96,12 @@ def as_triton_computes(name, x, y):
     return getattr(semantic, {**ways, "eq": "equal", "ne": "not_equal"}[name])(x, y)
 
 
-# Raised for operations that Triton does not have. With 3.6, NumPy raises if a number does not fit.
+# With Triton 3.6, NumPy raises if a number does not fit.
 REFUSALS = (ValueError, TypeError, OverflowError, triton.language.semantic.IncompatibleTypeErrorImpl)
 
 
 def assert_computed_alike(name, x, y):
-    """Twice: the first time, Triton's own way is taken."""
+    """Twice: Triton's own way is taken first."""
     try:
         wanted = as_triton_computes(name, x, y)
     except REFUSALS:
@@ -146,7 +144,7 @@ DTYPES = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.b
 @pytest.mark.parametrize("x_dtype", DTYPES)
 def test_operators_compute_what_triton_computes(x_dtype, y_dtype):
     numbers = (0, 1, 2, -3, 2.5, 0.0, -0.0, -1e-3, 2**31, 2**40, True)
-    if x_dtype is not y_dtype or x_dtype is torch.bfloat16:  # before 3.9 the interpreter takes no bf16 numbers
+    if x_dtype is not y_dtype or x_dtype is torch.bfloat16:
         numbers = ()
     x, y = torch.tensor([0, 1, 3, 5]).to(x_dtype), torch.tensor([3, 1, 0, 2]).to(y_dtype)
     with np.errstate(over="ignore", invalid="ignore"):

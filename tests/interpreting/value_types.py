@@ -1,16 +1,13 @@
-"""Types of values in Triton's interpreter: each is derived once, and shared by all values that have it.
+"""Types of values in Triton's interpreter, each derived once.
 
-A kernel makes a value for every operation, and the interpreter spends most of its time on the value's type: it unwraps,
-checks, formats and wraps the shape, builds a table of NumPy dtypes, and compares the types of two operands in many
-steps. Here equal types are one object, which can be compared by `is` and can keep what is known of it:
+The interpreter spends most of its time on the type of each value. Here equal types are one object, compared by `is`,
+which keeps:
 
     element type._blocks    {shape: block type}
     block type._sizes       the shape, as plain numbers; a scalar type has none
     type._of_tensors        the four attributes that every tensor of this type has
     type._numbers           {number of a kernel: the operand that it becomes beside a tensor of this type}
     type._computed          what operators have computed with tensors of this type: see operators.py
-
-Whatever is not known is left to Triton's own function, whose result is then kept.
 """
 
 import numpy as np
@@ -18,11 +15,10 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# Elements whose casts equal NumPy's. bf16, which NumPy lacks, and casts to booleans have rules of their own.
+# bf16, and casts to booleans, have rules of their own.
 NUMBERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
 MOST_NUMBERS = 64  # kept for a type: literals of kernels are few, scales are not
 
-# Triton's own, before anything is replaced.
 tensor, block_type, dtype, Handle = tl.core.tensor, tl.core.block_type, tl.core.dtype, interpreter.TensorHandle
 _make_block, _with_element_ty, _make_tensor = block_type.__init__, block_type.with_element_ty, tensor.__init__
 _equal, _numpy_dtype, _check_handle = dtype.__eq__, interpreter._get_np_dtype, Handle.__post_init__
@@ -33,10 +29,9 @@ _numpy_dtypes, _computation_types, _joined = {}, {}, {}
 
 
 def share_types(monkeypatch):
-    """Lets equal types share the results that Triton derives from their element type and shape."""
     monkeypatch.setattr(block_type, "__init__", _make_known_block)
     monkeypatch.setattr(block_type, "with_element_ty", _with_known_element)
-    monkeypatch.setattr(block_type, "to_ir", lambda self, builder: self)  # its elements are NumPy's already
+    monkeypatch.setattr(block_type, "to_ir", lambda self, builder: self)
     monkeypatch.setattr(tensor, "__init__", _make_known_tensor)
     monkeypatch.setattr(dtype, "__eq__", lambda self, other: self is other or _equal(self, other))
     monkeypatch.setattr(Handle, "__init__", _make_checked_handle)
@@ -58,7 +53,7 @@ def _make_known_block(self, element_ty, shape):
         shape = shape.values
     sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
     if type(shape) not in (list, tuple) or any([type(size) is not int for size in sizes]):
-        _make_block(self, element_ty, shape)  # which raises the error
+        _make_block(self, element_ty, shape)
         return
     known = element_ty.__dict__.setdefault("_blocks", {})  # of this very type, so it lives as long
     if sizes not in known:
@@ -82,7 +77,7 @@ def _make_known_tensor(self, handle, type):
             shared = type._of_tensors = []
             type._computed = {}
         shared += type, self.dtype, self.shape, self.numel
-    self.type, self.dtype, self.shape, self.numel = shared  # equal types are one
+    self.type, self.dtype, self.shape, self.numel = shared
 
 
 def _make_checked_handle(self, data, dtype, attr=None):
@@ -90,7 +85,7 @@ def _make_checked_handle(self, data, dtype, attr=None):
         dtype._most_bytes = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
     self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
     if data.itemsize > dtype._most_bytes:
-        _check_handle(self)  # which raises the error
+        _check_handle(self)
 
 
 def numpy_dtype(tt_dtype):
@@ -106,7 +101,6 @@ def numpy_dtype(tt_dtype):
 
 
 def computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
-    """The type in which Triton computes with operands of two types."""
     key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
     if key not in _computation_types:
         _computation_types[key] = _computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
@@ -114,7 +108,7 @@ def computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod):
 
 
 def _known_operands(self, lhs, rhs, *allowed, **checked):
-    """Two operands of one type are taken as they are; a number becomes the same operand beside each tensor type."""
+    """Operands of one type are taken as they are; a number becomes one operand for each tensor type."""
     left, right = type(lhs) is tensor, type(rhs) is tensor
     if not (left or right) or (lhs if left else rhs).dtype.is_ptr() or checked:
         return _operands(self, lhs, rhs, *allowed, **checked)
@@ -133,7 +127,7 @@ def _known_operands(self, lhs, rhs, *allowed, **checked):
     numbers, key = x.type.__dict__.setdefault("_numbers", {}), (type(number), number, allowed)
     if key not in numbers:
         found = _operands(self, lhs, rhs, *allowed)
-        if found[not left] is not x:  # it was cast
+        if found[not left] is not x:
             return found
         if len(numbers) == MOST_NUMBERS:
             numbers.clear()
@@ -157,7 +151,6 @@ def _broadcast_different_shapes(self, lhs, rhs):
 
 
 def _copied(x, block):
-    """Broadcast to the block's shape. A number of a kernel is an array of one element to NumPy."""
     data = np.empty(block._sizes, x.handle.data.dtype)
     data[...] = x.handle.data
     return tensor(Handle(data, x.handle.dtype.scalar), block.with_element_ty(x.type.scalar))

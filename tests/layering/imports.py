@@ -1,5 +1,3 @@
-"""Reads the imports of each module of the repository, and holds them against the rules."""
-
 import ast
 from functools import cache
 from pathlib import Path
@@ -12,8 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Imports(ast.NodeVisitor):
     """The imports of a source: `(package, name)` of `from package import name`, `(module, "")` of `import module`.
 
-    `at_import` run when the source is imported, `in_functions` when a function is called, and `for_types`, under
-    `if TYPE_CHECKING`, never.
+    `for_types`: under `if TYPE_CHECKING`.
     """
 
     def __init__(self, source, module, is_package=False):
@@ -50,7 +47,7 @@ class Imports(ast.NodeVisitor):
         self.found = outside
 
     def visit(self, node):
-        if not isinstance(node, ast.expr):  # expressions are most of a source and contain no import
+        if not isinstance(node, ast.expr):
             super().visit(node)
 
     @property
@@ -70,19 +67,17 @@ def read(folder, package):
 
 def read_all():
     library = read(ROOT / "sparseflash", "sparseflash")
-    # sparseflash/masks is a symlink to masks; whether a search follows it depends on the version of Python.
+    # sparseflash/masks is a symlink.
     library = {name: imports for name, imports in library.items() if not below(name, "sparseflash.masks")}
     return library | read(ROOT / "masks", "sparseflash.masks") | read(ROOT / "experiments", "experiments")
 
 
 def below(name, *parents, separator="."):
-    """Whether a dotted name, or a path, is one of `parents` or lies below one."""
     return any(name == parent or name.startswith(parent + separator) for parent in parents)
 
 
 def modules_of(names):
-    """The repository's modules among the imports of a source. `from package import name` is the module `name` if it
-    exists, and otherwise the package."""
+    """`from package import name` is the module `name` if it exists, else the package."""
     found = {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for base, name in names}
     return found & MODULES.keys()
 
@@ -102,7 +97,7 @@ def row_of(path):
 
 
 def is_leaf(module):
-    """Whether a module imports no other one; a folder itself is none, because it may import more tomorrow."""
+    """Whether a module imports no other one; a folder is none."""
     return not path_of(module).endswith("/__init__.py") and not modules_of(MODULES[module].everywhere) - {module}
 
 

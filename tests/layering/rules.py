@@ -1,13 +1,12 @@
 """Which part of the repository may import which.
 
-A part is a folder without its subfolders, a file that stands for itself, or a group of files of one folder. It may
-import itself and what its row names. A module that imports nothing of the repository needs no mention: all that lies
-below its folder may import it, so every module of `sparseflash` may import `limits`. Imports inside functions and for
-types count, too.
+A part is a folder without its subfolders, a file, or a group of files of one folder. It may import itself and what its
+row names. Any module below a folder may import modules of that folder that import nothing of the repository. Imports
+inside functions and for types count.
 """
 
-# Groups of files, as "folder:group". The ways to compute attention do not import one another. Everything that starts
-# kernels needs `triton:launching`; what chooses tiles for attention needs `triton:choosing`.
+# As "folder:group". Ways to compute attention do not import one another. What starts kernels needs `triton:launching`;
+# what chooses tiles for attention needs `triton:choosing`.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
@@ -32,11 +31,9 @@ _LIBRARY = {
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
-    "selected_tokens.py": "attention.py backends backends/reference.py backends/triton/selected blockmask "
-    "validation.py",
+    "selected_tokens.py": "attention.py backends/reference.py backends/selected.py blockmask validation.py",
     "validation.py": "blockmask scores",
     "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
-    # Its parts.
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
     "blockmask/mask.py": "blockmask blockmask/methods",
@@ -55,18 +52,19 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores selected_tokens.py "
+    "varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
+    "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
     "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
-    # What the families of kernels share, and the families, which do not import one another.
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
     "backends/triton/hopper:device backends/triton/hopper/learned.py backends/triton/launch backends/triton/portable "
     "backends/triton/schedule blockmask scores",
@@ -91,7 +89,6 @@ _LIBRARY = {
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 
-# What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
     ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
     "scores selection testing masks"
@@ -146,7 +143,6 @@ _EXPERIMENTS = {
 
 
 def _path(name, top):
-    """`masks` is installed as a part of the library."""
     here = name.partition("/")[0]
     return top if name == "." else name if here in ("masks", "sparseflash") else f"{top}/{name}"
 

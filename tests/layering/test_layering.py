@@ -90,7 +90,7 @@ def test_a_part_imports_only_what_it_may(row):
 def test_a_part_may_import_only_what_it_does(row):
     used = {row_of(path_of(name)) for module in modules_in(row) for name in modules_of(MODULES[module].everywhere)}
     unused = MAY_IMPORT[row] - used
-    for several in (PUBLIC, BACKENDS):  # one of these is enough
+    for several in (PUBLIC, BACKENDS):
         if set(several) <= MAY_IMPORT[row] and used & set(several):
             unused -= set(several)
     assert unused == set()
@@ -99,8 +99,7 @@ def test_a_part_may_import_only_what_it_does(row):
 @pytest.mark.parametrize("row", FOLDERS)
 def test_a_folder_says_what_it_may_import(row):
     """In its docstring, or in the comment below it where users read the docstring. By the name of the part, of a folder
-    above it or of a file in it; "the library" means the modules that every user may import.
-    """
+    above it or of a file in it; "the library": what every user may import."""
     source = (ROOT / row / "__init__.py").read_text(encoding="utf-8")
     comment = re.search(r"(?:^#.*\n)+", source, re.MULTILINE)
     told = (ast.get_docstring(ast.parse(source)) or "") + " " + (comment[0].replace("#", " ") if comment else "")
@@ -198,7 +197,7 @@ def circle(graph):
     "module", [m for m in MODULES if not below(path_of(m), "experiments", *KERNELS, separator="/")]
 )
 def test_only_the_kernels_import_triton(module):
-    """Directly or through their imports: `backends.triton` has modules that work without Triton, too."""
+    """`backends.triton` has modules that work without Triton, too."""
     loaded, waiting = {module}, [module]
     while waiting:
         new = modules_of(MODULES[waiting.pop()].at_import) - loaded
@@ -208,7 +207,7 @@ def test_only_the_kernels_import_triton(module):
 
 
 def loaded_by(start):
-    """The modules that are loaded when these are imported, and when their functions run."""
+    """When these are imported, and when their functions run."""
     loaded, waiting = set(start), list(start)
     while waiting:
         imports = MODULES[waiting.pop()]
@@ -242,7 +241,7 @@ def test_test_files_do_not_import_one_another():
 
 
 def test_every_folder_of_tests_is_a_package():
-    """Otherwise pytest would give a test file the name of the file alone, which another folder may have, too."""
+    """Otherwise two test files of one name collide."""
     folders = {file.parent for file in (ROOT / "tests").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 

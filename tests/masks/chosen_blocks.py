@@ -1,5 +1,3 @@
-"""Sizes and scores for choices, and the scores that a chosen mask must keep."""
-
 import importlib
 from unittest import mock
 
@@ -15,7 +13,7 @@ antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores") 
 MOST = 150
 BLOCKS = (16, 32, 64)
 
-# Two ways to the same choice: see masks/fused. Triton's interpreter runs the kernels here.
+# Triton's interpreter runs the kernels here.
 WAYS = st.sampled_from(["operations", "kernels"])
 INTEGERS = st.sampled_from(
     [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]
@@ -31,7 +29,6 @@ def generator(seed):
 
 
 def coarse(shape, seed):
-    """Scores with many ties, a few -inf and NaN and +inf."""
     scores = torch.randint(0, 4, shape, generator=generator(seed)).float()
     special = torch.rand(shape, generator=generator(seed + 1))
     scores[special < 0.15] = -torch.inf
@@ -45,7 +42,7 @@ def distinct(shape, seed):
 
 
 def tokens_of(layout, q_len, k_len, block):
-    """Bool `[..., Nq, Nk]`: whether a score's tile is in `layout`."""
+    """`[..., Nq, Nk]`: whether a score's tile is in `layout`."""
     i, j = torch.arange(q_len) // block[0], torch.arange(k_len) // block[1]
     return layout[..., i[:, None], j]
 
@@ -55,14 +52,13 @@ def causal_tokens(q_len, k_len):
 
 
 def tiles_with(live, block):
-    """Bool `[Mq, Mk]`: the tiles with a live score."""
     (q_len, k_len), (block_q, block_k) = live.shape, block
     rows = [live[i : i + block_q] for i in range(0, q_len, block_q)]
     return torch.tensor([[bool(r[:, j : j + block_k].any()) for j in range(0, k_len, block_k)] for r in rows])
 
 
 def assert_keeps(mask, live, block):
-    """The mask is dynamic, safe to run, and keeps exactly these scores, `[B, H, Nq, Nk]`."""
+    """The mask is dynamic, safe to run, and keeps exactly these scores."""
     assert mask.dynamic
     mask.validate()
     assert mask.shape == live.shape

@@ -1,5 +1,3 @@
-"""Strategies for grids of tokens, and dense masks over them, written independently of the patterns."""
-
 from __future__ import annotations
 
 import math
@@ -18,7 +16,6 @@ MOST_TOKENS = 180
 
 @st.composite
 def shapes(draw: DrawFn, most: int = MOST_TOKENS) -> tuple[int, ...]:
-    """Grids of one, two or three axes with at most `most` tokens; sides of 1 among them."""
     axes = draw(st.sampled_from([2, 1, 3]))
     shape, left = [], most
     for axis in range(axes):
@@ -41,7 +38,6 @@ def orders(shape: tuple[int, ...]) -> SearchStrategy[Tensor | None]:
 
 
 def all_axes(shape: tuple[int, ...], seen: list[np.ndarray], order: Tensor | None = None) -> Tensor:
-    """Bool `[N, N]` in the given order, from each axis: `seen[a][x, y]` says whether x sees y on axis a."""
     live = np.ones((1, 1), dtype=bool)
     for one in seen:
         live = np.kron(live, one)

@@ -1,5 +1,3 @@
-"""Compares masks with the formulas of their rules."""
-
 import torch
 
 from sparseflash import BlockMask
@@ -12,7 +10,7 @@ def grid(q_len, k_len):
 
 
 def assert_keeps(mask, live):
-    """The mask equals the canonical mask of exactly these scores, from `from_dense`."""
+    """The mask equals the canonical mask of exactly these scores."""
     mask.validate()
     assert mask.shape == (1, 1, *live.shape)
     wrong = (mask.to_dense()[0, 0] != live).nonzero()

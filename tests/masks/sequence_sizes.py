@@ -1,5 +1,3 @@
-"""Shared helpers of the tests of patterns over sequences: sizes, masks by head, and reach."""
-
 import torch
 from hypothesis import strategies as st
 
@@ -31,7 +29,7 @@ def assert_heads(mask, live):
 
 
 def reached(layers):
-    """Bool `[nb, nb]`: whether block i hears of block j after layers with these masks, first to last."""
+    """`[nb, nb]`: whether block i hears of block j through these masks, first to last."""
     reach = torch.eye(layers[0].blocks[0], dtype=torch.bool)
     for mask in layers:
         layout = torch.zeros_like(reach)

@@ -1,5 +1,3 @@
-"""The pattern library: each builder keeps exactly the scores of its formula."""
-
 import numpy as np
 import pytest
 import torch
@@ -73,7 +71,6 @@ def test_band_keeps_an_interval_of_distances(q_len, k_len, lowest, highest, shif
 def test_band_keeps_the_right_scores_wherever_its_edges_cut_the_tiles(q_len, k_len, block):
     q, k = grid(q_len, k_len)
     for lowest in range(-40, 40):
-        # One distance, less than a tile, just enough for a full tile, more; with a shift to either side.
         for width, shift in ((0, 0), (11, -50), (block[0] + block[1] - 2, 50), (90, -13)):
             highest = lowest + width
             mask = band(q_len, k_len, lowest, highest, shift=shift, block=block)
@@ -120,7 +117,6 @@ def test_causal_butterfly_sees_the_blocks_a_power_of_two_back(drawn):
 
 
 def reached(mask, layers):
-    """Bool `[nb, nb]`: whether block i hears of block j after `layers` layers."""
     size = mask.blocks[0]
     layout = torch.zeros(size, size, dtype=torch.bool)
     rows = torch.repeat_interleave(torch.arange(size), mask.indptr.diff().long())
@@ -146,7 +142,6 @@ def test_causal_butterfly_reaches_every_past_block_in_log2_layers(count):
 
 
 def test_the_lower_triangle_of_the_xor_form_would_not_reach_the_past():
-    # The reason why the causal form is another one.
     triangle = masks.butterfly(16 * 8, block=16).to_dense()[0, 0].tril()
     reach = reached(BlockMask.from_dense(triangle, block=16), 20)
     assert not reach[4, 3] and not reach[6, 5]
@@ -236,7 +231,7 @@ class Operations(TorchDispatchMode):
     ],
 )
 def test_a_short_list_of_tiles_takes_few_operations_of_pytorch(build):
-    """Their number is the host's time for a mask that is built anew at every step."""
+    """Their number is the host's time for a mask that is built at every step."""
     with Operations() as operations:
         build()
     assert operations.count <= 40

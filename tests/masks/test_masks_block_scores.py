@@ -1,5 +1,3 @@
-"""Scores of blocks, pooled and of antidiagonals: each follows its formula."""
-
 import functools
 import itertools
 from unittest import mock
@@ -63,7 +61,7 @@ def test_pooled_scores_are_summed_in_single_precision_under_autocast_too(dtype):
 
 
 def antidiagonal_formula(q, k, block, stride, causal):
-    """The docstring's formula for one head, a group and a token at a time: q `[Nq, D]`, k `[Nk, D]`, in fp64."""
+    """One head, a group and a token at a time: q `[Nq, D]`, k `[Nk, D]`, in fp64."""
     (q_len, dim), k_len = q.shape, k.shape[0]
     groups_q, groups_k = -(-q_len // stride), -(-k_len // stride)
     s = torch.full((groups_q, groups_k), -torch.inf, dtype=torch.float64)
@@ -128,7 +126,7 @@ def test_antidiagonals_cross_slashes_of_odd_distance_only():
     odd, even = (
         masks.antidiagonal_scores(64 * k.roll(distance, 2), k, block=32, stride=8)[0, 0] for distance in (41, 40)
     )
-    assert odd[3].argmax() == 2  # queries 96..127 look at keys 55..86
+    assert odd[3].argmax() == 2
     torch.testing.assert_close(even, torch.full((4, 4), 0.25).log())
 
 

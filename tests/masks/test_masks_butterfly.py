@@ -1,7 +1,3 @@
-"""Butterflies: each keeps exactly the scores of its formula, and reaches everything in the documented
-number of layers.
-"""
-
 import pytest
 import torch
 from hypothesis import example, given
@@ -14,7 +10,6 @@ from tests.masks.sequence_sizes import reached, square
 
 
 def digits(x, radix):
-    """The lowest 12 digits, int `[..., 12]`."""
     return torch.stack([x // radix**n % radix for n in range(12)], -1)
 
 

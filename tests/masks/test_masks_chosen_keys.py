@@ -1,5 +1,3 @@
-"""Keys chosen for each query: the given ones, and those with the highest scores."""
-
 import math
 
 import pytest
@@ -39,7 +37,6 @@ def live_of_indices(indices, k_len, span, causal):
     return as_four(live & causal_tokens(live.shape[-2], k_len) if causal else live)
 
 
-# The numbers of the runs, and of the columns of a table of them, do not all fit the narrow types.
 @given(key_choices(), st.integers(1, 9), INTEGERS, SEEDS, WAYS)
 @example(((16,), 4080, (16, 16), 16, False), 1, torch.uint8, 0, "operations")
 @example(((16,), 4095, (16, 32), 32, True), 3, torch.uint8, 0, "operations")
@@ -75,7 +72,7 @@ def test_top_k_keys_are_the_highest_of_each_query_and_the_first_of_equals(drawn,
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("span", [8, 32])  # 32: all at once in another way
+@pytest.mark.parametrize("span", [8, 32])
 @pytest.mark.parametrize("at_once", [1, 100, 1000])
 def test_borders_of_chunks_leave_no_trace(monkeypatch, at_once, span, causal):
     scores = coarse((2, 2, 70, -(-200 // span)), seed=5)
@@ -92,7 +89,7 @@ def test_borders_of_chunks_leave_no_trace(monkeypatch, at_once, span, causal):
 def test_a_row_of_tiles_keeps_the_tiles_that_are_named_most(drawn, most, seed):
     shape, k_len, block, _, causal = drawn
     indices = torch.randint(-1, k_len, (*shape, 3), generator=generator(seed)).sort(-1).values
-    indices[..., 1:][indices[..., 1:] == indices[..., :-1]] = -1  # each key once
+    indices[..., 1:][indices[..., 1:] == indices[..., :-1]] = -1
     live = live_of_indices(indices, k_len, 1, causal)
     q_len = live.shape[-2]
     rows, cols = blocks_of(q_len, k_len, block)

@@ -1,5 +1,3 @@
-"""Blocks chosen from the data, by rank and by mass: each mask follows its formula."""
-
 import itertools
 import math
 
@@ -58,7 +56,7 @@ def choices(draw):
 
 
 def rows_of(scores, arguments, live, forced):
-    """Each row of scores with its index, which columns may be kept by score, and which are forced."""
+    """Index, columns that may be kept by score, and forced columns of each row."""
     may = tiles_with(live, arguments["block"])
     scores = as_four(scores)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
@@ -74,7 +72,7 @@ def rows_of(scores, arguments, live, forced):
 def test_top_k_keeps_the_highest_blocks_of_each_row_and_the_first_of_equals(drawn, extra, values, seed, way):
     shape, arguments, live, forced = drawn
     scores = values(shape, seed)
-    k = max(1, int(forced.sum(1).max())) + extra  # may exceed the number of blocks
+    k = max(1, int(forced.sum(1).max())) + extra
     layout = torch.zeros(as_four(scores).shape, dtype=torch.bool)
     for at, _, ranked, always in rows_of(scores, arguments, live, forced):
         layout[at][[*always, *ranked[: k - len(always)]]] = True
@@ -136,7 +134,7 @@ def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed, way):
 def test_no_score_is_as_high_as_that_of_a_block_that_is_always_kept(way):
     with by(way):
         scores = torch.tensor([[torch.inf, torch.inf, torch.inf, torch.nan]])
-        always = {"q_len": 16, "k_len": 64, "block": 16, "local_blocks": 1}  # the last one
+        always = {"q_len": 16, "k_len": 64, "block": 16, "local_blocks": 1}
         assert masks.top_k_blocks(scores, k=2, **always).canonical().indices.tolist() == [0, 3]
         assert masks.mass_blocks(scores, mass=0.5, **always).canonical().indices.tolist() == [0, 1, 3]
 
@@ -170,7 +168,7 @@ def test_mass_is_of_the_softmax_and_not_of_the_exponentials():
 @given(choices(), st.sampled_from([0.2, 0.7, 1.0, None]), st.booleans(), SEEDS)
 def test_kernels_choose_what_operations_choose(drawn, mass, half, seed):
     shape, arguments, _, forced = drawn
-    scores = coarse(shape, seed)  # with few values, so that no sum of shares falls near the mass by chance
+    scores = coarse(shape, seed)  # few values, so that no sum of shares falls near the mass by chance
     scores = scores.half() if half else scores
     k = max(1, int(forced.sum(1).max())) + 1
     found = []

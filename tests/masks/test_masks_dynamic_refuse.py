@@ -1,5 +1,3 @@
-"""The refusals of patterns that are chosen from the data, and their messages."""
-
 import math
 
 import pytest

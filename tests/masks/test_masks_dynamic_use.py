@@ -1,5 +1,3 @@
-"""Masks chosen from the data in use: attention, compiled code, and the time of a new mask at every step."""
-
 import os
 from unittest import mock
 
@@ -16,7 +14,6 @@ N = 50
 
 
 def padded_problem(seed=0):
-    """A length that is no multiple of the block, grouped heads, tensors that want gradients."""
     shapes = [(1, 4, N, 16), (1, 2, N, 16), (1, 2, N, 16)]
     return [torch.randn(s, generator=generator(3 * seed + i)).requires_grad_() for i, s in enumerate(shapes)]
 
@@ -25,8 +22,8 @@ def build(name, q, k):
     if name in BUILD:
         scores = masks.pooled_scores(q, k, block=16)
         return BUILD[name](scores, q_len=N, block=16, causal=True, local_blocks=1)
-    chunks = k.unflatten(2, (-1, 2)).mean(3)  # runs of two keys
-    scores = q.unflatten(1, (2, 2)).mean(2) @ chunks.mT  # one choice a key head
+    chunks = k.unflatten(2, (-1, 2)).mean(3)
+    scores = q.unflatten(1, (2, 2)).mean(2) @ chunks.mT
     if name == "keys":
         return masks.top_k_keys(scores, k=3, k_len=N, block=16, span=2, causal=True, group=2)
     return masks.selected_keys(scores.topk(3).indices, k_len=N, block=16, span=2, causal=True, most=3, group=2)
@@ -56,7 +53,6 @@ def test_the_choice_passes_no_gradient_on(name):
     mask = build(name, q, k)
     assert not masks.pooled_scores(q, k, block=16).requires_grad
     assert not any(getattr(mask, array).requires_grad for array in ("indices", "bits", "tile", "indptr", "words"))
-    # As if the mask had been there before.
     got = torch.autograd.grad(attention(q, k, v, mask).sum(), (q, k, v))
     want = torch.autograd.grad(attention(q, k, v, mask.canonical()).sum(), (q, k, v))
     for a, b in zip(got, want):
@@ -85,7 +81,7 @@ def test_torch_compile_makes_one_graph_of_choice_and_attention(name, fullgraph):
 
     torch.compiler.reset()
     compiled = torch.compile(step, backend=count, fullgraph=fullgraph)
-    for seed in (0, 1):  # another choice from other values
+    for seed in (0, 1):
         q, k, v = padded_problem(seed)
         got, want = compiled(q, k, v), step(q, k, v)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
@@ -109,7 +105,7 @@ def test_torch_compile_serves_another_length():
 @pytest.mark.parametrize("name", ALL)
 def test_building_and_planning_wait_for_nothing(name):
     q, k, _ = padded_problem()
-    build(name, q, k)  # makes the parts that depend on lengths only
+    build(name, q, k)
     with NoWaiting():
         mask = build(name, q, k).with_lengths(torch.full((1,), 40))
         plan = plan_of(Problem.of(mask, scale=1.0), (1, 4), 2, (N, N))
@@ -138,7 +134,7 @@ def test_few_operations_are_started(most, make):
 def test_sizes_are_known_without_any_value(name):
     q, k, _ = padded_problem()
     with mock.patch.object(masks, "pooled_scores", lambda q, k, block: torch.empty(1, 4, 4, 4, device=q.device)):
-        mask = build(name, q.to("meta"), k.to("meta"))  # tensors of this device have no values
+        mask = build(name, q.to("meta"), k.to("meta"))
     assert mask.device.type == "meta"
     for array in ("indptr", "indices", "tile", "bits", "pattern"):
         assert getattr(mask, array).shape == getattr(build(name, q, k), array).shape
@@ -166,7 +162,7 @@ def gpu_tensors(tokens=16_384, heads=8):
 
 
 def gpu_masks(q, k):
-    """The timed builders, with the inputs of a step, at 16,384 tokens in blocks of 128."""
+    """The timed builders, at 16,384 tokens in blocks of 128."""
     scores = masks.pooled_scores(q, k)
     indices = torch.randint(0, 16_384 // 64, (1, 1, 16_384, 16), device="cuda")
     sizes = {"q_len": 16_384, "causal": True}
@@ -190,7 +186,7 @@ def test_a_new_choice_at_every_step_waits_for_nothing():
         indices = torch.randint(0, 64, (1, 8, 4096, 4), device="cuda")
         attention(q, k, v, masks.selected_keys(indices, k_len=4096, span=64, causal=True)).sum().backward()
 
-    step()  # compiles
+    step()
     with waiting_raises():
         step()
 
@@ -218,7 +214,7 @@ def test_a_mask_for_16384_tokens_takes_under_a_millisecond(name):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
-        for _ in range(20):  # as a model's layers do, one after the other
+        for _ in range(20):
             make()
         stop.record()
         stop.synchronize()

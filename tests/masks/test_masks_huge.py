@@ -1,5 +1,3 @@
-"""Huge numbers of tokens, blocks and heads: they mean all of them, or are refused with a reason."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Choices given as lists of blocks or keys, in the layouts of other libraries."""
-
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -52,7 +50,7 @@ def lists(draw):
     k_len = draw(st.just(q_len) | lengths(150, block[1]))
     shape = (*draw(st.sampled_from([(1, 1), (2, 3), (1, 4)])), -(-q_len // block[0]), draw(st.integers(1, 6)))
     seed = draw(SEEDS)
-    index = torch.randint(-1, -(-k_len // block[1]) + 2, shape, generator=generator(seed))  # some name no block
+    index = torch.randint(-1, -(-k_len // block[1]) + 2, shape, generator=generator(seed))
     counts = torch.randint(0, shape[-1] + 2, shape[:-1], generator=generator(seed + 1))
     dtype = draw(st.sampled_from([torch.int32, torch.int64, torch.int16]))
     counts = draw(st.sampled_from([None, counts.to(dtype)]))
@@ -106,14 +104,12 @@ def test_a_long_sequence_takes_memory_by_its_lists_from_the_first_call(causal):
 
     mask, seconds, megabytes = peak_of(made)
     assert seconds < 1 and megabytes < 10
-    frame = row_frame(524_280, 524_280, (64, 64), causal, index.device)  # cached on the device
+    frame = row_frame(524_280, 524_280, (64, 64), causal, index.device)
     assert sum(x.nbytes for x in frame if isinstance(x, torch.Tensor)) < mask.nbytes
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A recipe whose mask is made of lists, one for each block of queries and key head."""
-
     problem: Problem
     seed: int
 
@@ -139,7 +135,7 @@ def test_choosing_and_planning_wait_for_nothing():
     index = torch.randint(0, 4, (1, 2, 4, 2), generator=generator(0))
     counts = torch.tensor([1, 2, 0, 2]).expand(1, 2, 4)
     sizes = {"block": 16, "q_len": 64, "causal": True, "group": 2}
-    BlockMask.from_block_index(index, counts, **sizes)  # makes the parts that depend on lengths only
+    BlockMask.from_block_index(index, counts, **sizes)
     with NoWaiting() as seen:
         mask = BlockMask.from_block_index(index, counts, **sizes)
         assert seen.started <= 31, "each takes the host about 5 us"
@@ -169,7 +165,6 @@ def test_torch_compile_makes_one_graph_of_the_choice_and_attention():
 
 @pytest.mark.parametrize(("kv_heads", "tokens"), [(2, 64), (1, 90), (3, 33)])
 def test_lists_of_nsa_and_of_tokens_are_chosen_keys(kv_heads, tokens):
-    """`topk_idx [Hkv, Nq, k]` with -1 for none, for groups of two heads, and `[Nq, Hkv, k]`."""
     span, sizes = 16, {"k_len": tokens, "block": (16, 32), "causal": True, "group": 2}
     begun = torch.arange(tokens)[:, None] // span + 1
     index = (torch.rand(kv_heads, tokens, 3, generator=generator(tokens)) * (begun + 1)).int() - 1

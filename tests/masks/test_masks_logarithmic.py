@@ -1,5 +1,3 @@
-"""Logarithmic and hierarchical patterns, and patterns of the Sparse Transformer and DeepSpeed."""
-
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +19,6 @@ def test_strided_sees_the_latest_keys_and_every_so_manieth(size, stride):
     assert_keeps(masks.strided(q_len, stride=stride, attend="local", block=block), local)
     assert_keeps(masks.strided(q_len, stride=stride, attend="strided", block=block), far)
     assert_keeps(masks.strided(q_len, stride=stride, block=block), local | far)
-    # Two steps, one of each kind, connect everything past.
     assert torch.equal((far.float() @ local.float()) > 0, torch.ones(q_len, q_len).tril() > 0)
 
 
@@ -35,7 +32,7 @@ def test_fixed_sees_its_chunk_and_the_summaries(size, stride, data):
     local = (k <= q) & (q // stride == k // stride)
     expected = {"local": [], "summary": [], "both": []}
     for head in range(heads if num_verts > 1 else 1):
-        # Sub-blocks of the chunk from its end on, as in OpenAI's get_blocksparse_obj.
+        # As OpenAI's get_blocksparse_obj: sub-blocks of the chunk from its end on.
         chosen = list(range(stride - 1, -1, -1))[summary * (head % num_verts) :][:summary]
         columns = (k <= q) & torch.isin(k % stride, torch.tensor(chosen))
         expected["local"].append(local)
@@ -49,7 +46,7 @@ def test_fixed_sees_its_chunk_and_the_summaries(size, stride, data):
 
 
 def deepspeed_layout(count, local, wide, causal, horizontal, pattern, patterns):
-    """DeepSpeed's FixedSparsityConfig.make_layout of one head, from its description."""
+    """DeepSpeed's FixedSparsityConfig.make_layout of one head."""
     layout = torch.zeros(count, count, dtype=torch.bool)
     for i in range(count):
         for j in range(count):
@@ -131,7 +128,6 @@ def test_log_sparse_reaches_the_past_in_log2_layers(q_len):
 
 
 def far_fields(count):
-    """`{(i, j): m}` for every pair of blocks at least two apart, by walking down from the coarsest cells."""
     level_of = {}
 
     def visit(level, a, b):

@@ -1,5 +1,3 @@
-"""Orders of the tokens of a grid: permutations, curves, and attention, which does not depend on the order."""
-
 import itertools
 import math
 
@@ -55,7 +53,7 @@ def test_residues_take_one_sparse_grid_after_another(data, shape):
 
 
 def interleaved(place, bits):
-    """The bits of all coordinates in turns, highest first, as a string that sorts."""
+    """The bits of all coordinates in turns, highest first."""
     return "".join(str(x >> bit & 1) for bit in reversed(range(bits)) for x in place)
 
 
@@ -75,7 +73,6 @@ def test_hilbert_goes_from_neighbour_to_neighbour(shape):
 
 @pytest.mark.parametrize("side", [2, 4, 8, 16])
 def test_hilbert_fills_one_quarter_after_another(side):
-    # So a block of side^2 tokens is one square, at every scale.
     where = places((32, 32), order.hilbert((32, 32))) // side
     assert (where.reshape(-1, side**2, 2) == where.reshape(-1, side**2, 2)[:, :1]).all()
 

@@ -1,7 +1,6 @@
 """Patterns that another library defines, against that library's own code.
 
-Skipped where the library is not installed. None needs a GPU or the library's own dependencies. These versions are known
-to have the tested code (later ones of xformers and DeepSpeed have dropped it):
+Skipped where the library is not installed; later versions of xformers and DeepSpeed have dropped the tested code:
 
     pip install --no-deps --no-build-isolation natten==0.21.7 xformers==0.0.22 deepspeed==0.16.5
 """
@@ -21,7 +20,7 @@ from sparseflash import BlockMask, masks
 
 
 def source(package, path):
-    """A module of an installed package, run by itself, because importing the package would build or need more."""
+    """A module run by itself: importing its package would build or need more."""
     found = importlib.util.find_spec(package)
     if found is None:
         pytest.skip(f"{package} is not installed")
@@ -128,7 +127,6 @@ def bigbird_config(request):
 def test_deepspeed_bigbird_is_deepspeeds(bigbird_config, monkeypatch, causal, window, first, different):
     module, config = bigbird_config
     blocks, heads, count = 9, 3, 1
-    # Their random.sample, replaced by our draw, so that all other parts must agree.
     ours = masks.deepspeed_bigbird(
         16 * blocks,
         random_blocks=count,
@@ -164,7 +162,7 @@ def test_deepspeed_bigbird_is_deepspeeds(bigbird_config, monkeypatch, causal, wi
 
 def test_deepspeed_bigbird_draws_where_theirs_does_not(bigbird_config):
     _, config = bigbird_config
-    # Their causal draw of two from the one block that block 0 has fails; ours takes the one.
+    # Their causal draw of two from one block fails; ours takes the one.
     theirs = config(16, num_heads=1, num_random_blocks=2, attention="unidirectional")
     with pytest.raises(ValueError, match=r"Sample larger than population"):
         theirs.make_layout(160)

@@ -1,5 +1,3 @@
-"""Common properties of all patterns over sequences: causality, symmetry, blocks, refusals and sizes."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""Random patterns: drawn tiles lie where they may, the rest is exact, and a seed determines the mask."""
-
 import inspect
 import math
 
@@ -34,8 +32,7 @@ def sizes(draw):
 
 
 def layouts_of(mask):
-    """Bool `[H, nb, nb]`: the live tiles of each head. The mask must be canonical and, unless causal, all of full tiles
-    but for its ends."""
+    """The live tiles of each head, `[H, nb, nb]`; all tiles must be full but at ends."""
     mask.validate()
     block, nb = mask.block_q, mask.blocks[0]
     dense = torch.zeros(mask.shape[1], nb * block, nb * block, dtype=torch.bool)
@@ -119,7 +116,7 @@ def test_expander_is_a_union_of_cycles(drawn, cycles):
         assert (neighbours <= 2 * cycles).all()
         if cycles == 1 and nb > 2:
             assert (neighbours == 2).all()
-        if cycles:  # connected, in fact Hamiltonian
+        if cycles:
             reach = torch.linalg.matrix_power(layout.double(), nb) > 0
             assert reach.all()
 
@@ -169,7 +166,7 @@ def test_heads_draw_for_themselves(build):
     assert mask.pattern.tolist() == [[0, 1, 2, 3]]
     assert build(16 * 40, block=16).pattern.tolist() == [[0]]
     first = build(16 * 40, heads=1, block=16).to_dense()[0, 0]
-    assert torch.equal(first, mask.to_dense()[0, 0])  # more heads do not change the first ones
+    assert torch.equal(first, mask.to_dense()[0, 0])
 
 
 PINNED = {
@@ -225,7 +222,6 @@ def test_every_subset_is_as_likely():
 def test_a_million_tokens_store_only_their_live_tiles(heads):
     blocks = 2**20 // 128
     mask = masks.bigbird(2**20, random_blocks=3, heads=heads, block=128)
-    # Window 3, random 3, global 2, and the two global rows; less where the window overlaps what is global.
     assert len(mask.indices) == heads * (8 * (blocks - 2) - 2 + 2 * blocks)
 
 

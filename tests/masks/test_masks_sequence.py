@@ -1,5 +1,3 @@
-"""Patterns over sequences: each keeps exactly the scores of its formula, which is written here once more."""
-
 import numpy as np
 import pytest
 import torch
@@ -57,7 +55,6 @@ def packed(draw):
 @example(([1] * 200, [1] * 200, (16, 32)), False)
 def test_documents_see_themselves_only(drawn, causal):
     lengths_q, lengths_k, block = drawn
-    # One document after the other, by slices.
     live = torch.zeros(sum(lengths_q), sum(lengths_k), dtype=torch.bool)
     same = torch.zeros(sum(lengths_q), sum(lengths_q), dtype=torch.bool)
     at_q = at_k = 0

@@ -1,5 +1,3 @@
-"""The calls of families: lengths by position, everything else by name."""
-
 import inspect
 import re
 
@@ -9,7 +7,7 @@ import torch
 from sparseflash import masks
 
 LENGTHS = ("q_len", "k_len", "lengths", "k_lengths", "shape", "height", "width")
-DATA = ("scores", "indices", "masks", "q", "k")  # data to choose from, or to combine
+DATA = ("scores", "indices", "masks", "q", "k")
 FAMILIES = [name for name in masks.__all__ if name != "order"]
 
 
@@ -60,7 +58,7 @@ def test_what_was_given_by_position_once_says_its_name(call, message):
         eval(call, vars(masks))
 
 
-NEEDED = {  # the arguments without a default
+NEEDED = {
     "antidiagonal_scores": ((torch.zeros(1, 1, 64, 16),) * 2, {}),
     "chunked": ((64,), {"chunk": 16}),
     "dilated": ((64,), {"window": 8, "dilation": 2}),
@@ -82,7 +80,6 @@ FLAGS = [(name, p.name) for name in FAMILIES for p in parameters(name) if isinst
 @pytest.mark.parametrize("value", [1, "yes", None, torch.ones(3), torch.tensor(True)], ids=type)
 def test_flags_are_true_or_false(name, flag, value):
     positional, named = NEEDED.get(name, ((512,), {}))
-    # Neighborhoods take one for each axis, too.
     kind, words = (ValueError, "a bool, or one for") if name == "neighborhood" else (TypeError, "True or False; got")
     with pytest.raises(kind, match=f"{flag} must be {words}"):
         getattr(masks, name)(*positional, **named, **{flag: value})

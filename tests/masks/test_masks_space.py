@@ -1,5 +1,3 @@
-"""Patterns over grids: each keeps exactly the scores of its formula, in every order of the tokens."""
-
 import itertools
 from unittest import mock
 
@@ -40,7 +38,7 @@ def each(shape, values):
 
 
 def natten_axis(n, window, stride, dilation, causal):
-    """NATTEN's rule for one axis, token by token, as csrc/include/natten/cuda/reference/mask.hpp has it."""
+    """csrc/include/natten/cuda/reference/mask.hpp, token by token."""
     seen = np.zeros((n, n), dtype=bool)
     left, right = window // 2, window // 2 + window % 2 - 1
     for q, k in itertools.product(range(n), repeat=2):
@@ -170,7 +168,6 @@ def test_boxes_are_as_long_as_the_pieces_that_share_a_block(lines, side, log, ax
 
 
 def swin_as_published(shape, window, shift):
-    """The cyclic shift, the windows and the regions of Swin's own attention mask."""
     rolled = [np.roll(np.arange(n), -s) for n, s in zip(shape, shift)]
     regions = np.zeros(shape, dtype=int)
     slices = [[slice(0, -w), slice(-w, -s), slice(-s, None)] if s else [slice(0, None)] for w, s in zip(window, shift)]
@@ -182,7 +179,7 @@ def swin_as_published(shape, window, shift):
         along[axis] = n
         windows = windows * n + (np.arange(n) // w).reshape(along)
     group = np.zeros(shape, dtype=int)
-    group[np.ix_(*rolled)] = windows * (regions.max() + 1) + regions  # back to where the tokens came from
+    group[np.ix_(*rolled)] = windows * (regions.max() + 1) + regions
     return torch.from_numpy(group.reshape(-1)[:, None] == group.reshape(-1)[None, :])
 
 
@@ -270,7 +267,7 @@ def test_dilated_grid_sees_the_same_residues(data, shape, block):
 
 
 def test_a_dilated_grid_takes_memory_of_its_live_tiles_alone():
-    # As many groups of tokens as tokens: a matrix of blocks and groups would take 32 GB.
+    # A matrix of blocks and groups would take 32 GB.
     assert masks.dilated_grid((1024, 1024), dilation=1024) == masks.local(1 << 20, window=1)
 
 

@@ -1,5 +1,3 @@
-"""The helpers of patterns over sequences: runs, diagonals and kinds of tiles."""
-
 import numpy as np
 import pytest
 import torch
@@ -38,7 +36,7 @@ def test_diagonals_keeps_a_set_of_distances(size, seed):
     q_len, block = size
     rng = np.random.default_rng(seed)
     there = torch.from_numpy(rng.random(2 * q_len + 21) < rng.choice([0.01, 0.1, 0.9]))
-    offsets = there.nonzero()[:, 0] - (q_len + 10)  # some past the ends
+    offsets = there.nonzero()[:, 0] - (q_len + 10)
     q, k = square(q_len)
     assert_keeps(diagonals(offsets, q_len, block=block), torch.isin(q - k, offsets))
 

@@ -1,5 +1,3 @@
-"""`python -m tests.mutations`: see mutation_runner.py."""
-
 import sys
 from pathlib import Path
 

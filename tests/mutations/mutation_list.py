@@ -4,13 +4,11 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """A fault and its test."""
-
     name: str
     file: str
-    old: str  # once in the file
+    old: str
     new: str
-    test: str  # as pytest names it
+    test: str
 
 
 PORTABLE, HOPPER = "sparseflash/backends/triton/portable", "sparseflash/backends/triton/hopper"
@@ -93,6 +91,34 @@ MUTATIONS = [
         "if group > BLOCKS[-1]:",
         "if group >= BLOCKS[-1]:",
         "tests/test_grouped.py::test_a_group_has_up_to_256_heads",
+    ),
+    Mutation(
+        "chosen tokens: a repetition counts again",
+        "sparseflash/backends/triton/selected/lists.py",
+        "token = tl.where((token == before) & (lane > 0), NONE, token)",
+        "token = tl.where((token == before) & (lane > CHOICES), NONE, token)",
+        "tests/test_selected_tokens.py::test_attention_to_chosen_tokens_is_exact_with_its_gradients",
+    ),
+    Mutation(
+        "chosen tokens: a query's own bit does not count",
+        "sparseflash/backends/triton/selected/places.py",
+        "own = -1 << (query % 32).to(tl.int32)",
+        "own = -2 << (query % 32).to(tl.int32)",
+        "tests/test_selected_tokens.py::test_chunks_of_queries_add_up",
+    ),
+    Mutation(
+        "chosen tokens: a token has the rows of its last chunk only",
+        "sparseflash/backends/triton/selected/token_sums.py",
+        "tl.load(pointers, mask=exists) + total",
+        "total",
+        "tests/test_selected_tokens.py::test_chunks_of_queries_add_up",
+    ),
+    Mutation(
+        "select_blocks: of equal scores the last block wins",
+        "masks/fused/select.py",
+        "(block ^ _LAST).to(tl.int64)",
+        "block.to(tl.int64)",
+        "tests/masks/test_masks_select_blocks.py::test_of_equal_scores_the_first_block_wins",
     ),
     Mutation(
         "work items: number 2^31 is let through",
@@ -209,9 +235,31 @@ MUTATIONS = [
     Mutation(
         "calls: one prepared for any scale",
         "sparseflash/backends/triton/call_cache.py",
-        "scale, lengths, insisted, kernels,",
-        "lengths, insisted, kernels,",
+        "key = layouts, scale, lengths, insisted, kernels",
+        "key = layouts, lengths, insisted, kernels",
         "tests/backends/triton/test_call_cache.py::test_calls_that_differ_in_anything_have_keys_of_their_own",
+    ),
+    Mutation(
+        "calls: one prepared for tensors at any address",
+        "sparseflash/backends/triton/native.c",
+        "((uintptr_t)t.data + t.byte_offset) % 16;",
+        "0;",
+        "tests/backends/triton/test_native.py::test_layouts_are_equal_where_they_are_in_python",
+    ),
+    Mutation(
+        "starts: a number is cut to its width",
+        "sparseflash/backends/triton/native.c",
+        "(value >> (8 * width - 1)) != 0 && (value >> (8 * width - 1)) != -1) goto too_large;",
+        "(value >> (8 * width - 1)) != 0 && (value >> (8 * width - 1)) != -1) (void)0;",
+        "tests/backends/triton/test_native.py::test_a_call_that_is_wrong_says_so",
+    ),
+    Mutation(
+        "starts: a bound kernel shares the parameters of the others",
+        "sparseflash/backends/triton/native.c",
+        "int status = write_values(kernel, arguments[1], (int32_t)slots, made->contents);",
+        "int status = write_values(kernel, arguments[1], (int32_t)slots, kernel->contents);",
+        "tests/backends/triton/test_direct_start.py::"
+        "test_a_kernel_reads_what_each_call_gives_and_what_was_given_before",
     ),
     Mutation(
         "launches: one prepared for any dropout",

@@ -1,7 +1,7 @@
 """Whether tests notice faults: makes the listed changes, one at a time, and runs their tests.
 
-Each change is made in a copy of the tree in a temporary folder, never in the tree itself. The exit code is 1 if a test
-passes in spite of the change, if a test cannot be run, or if a text to be replaced is no longer in its file just once.
+In a copy of the tree. The exit code is 1 if a test passes in spite of the change or cannot be run, or if a text to be
+replaced is not in its file just once.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "data", "runs", "results", "site")
-OUTCOMES = {0: "SURVIVED", 1: "killed"}  # by pytest's exit code; by any other the tests did not run
+OUTCOMES = {0: "SURVIVED", 1: "killed"}
 
 
 def main(listed, root, arguments=None):
@@ -71,7 +71,6 @@ def fault_of(mutation, root):
 
 def passes(copy, *tests):
     start = time.perf_counter()
-    # Without bytecode: two changes of one file may have the same size and second.
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=300", *tests],

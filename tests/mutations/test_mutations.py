@@ -1,5 +1,3 @@
-"""The listed faults can still be made, and the runner reports the outcome of their tests."""
-
 from pathlib import Path
 
 import pytest

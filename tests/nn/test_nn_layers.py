@@ -1,5 +1,3 @@
-"""`SparseSelfAttention` and `SparseCrossAttention`: compared with PyTorch's layers, and used as modules."""
-
 import copy
 import io
 import pickle
@@ -204,7 +202,7 @@ def test_a_cache_does_not_replace_the_backend_that_was_asked_for(backend):
         mock.patch.object(self_attention, "attention_with_cache", watched(attention_with_cache)),
     ):
         steps = [layer(part, cache=cache) for part in x.split([20, 1], 1)]
-    decoding = "attention" if backend == "blockwise" else "attention_with_cache"  # it has no blockwise backend
+    decoding = "attention" if backend == "blockwise" else "attention_with_cache"  # blockwise cannot decode
     assert asked == [("attention", backend), (decoding, backend)]
     torch.testing.assert_close(torch.cat(steps, 1), layer(x), atol=1e-5, rtol=1e-4)
 
@@ -320,7 +318,7 @@ def test_positions_are_real_numbers(positions, error, words):
 
 
 def test_rotary_angles_of_far_positions_are_exact():
-    """In fp32 an angle at position 16,905,217, which is no number of fp32, would be off by 1."""
+    """An angle in fp32 at position 16,905,217 would be off by 1."""
     positions = torch.tensor([3, 16_905_216, 16_905_217, 2**31 - 258])
     for (cosine, sine), rates in (
         (Rotary(8)(positions), 10_000.0 ** -(torch.arange(4) / 4)),
@@ -356,7 +354,6 @@ def test_a_mask_that_was_moved_under_a_fake_mode_is_not_kept():
 
 
 def test_a_cache_is_not_for_a_mask_with_lengths():
-    """Its sequences are equally long, and decoding refuses a mask with lengths."""
     layer = SparseSelfAttention(16, 2, masks.causal(32).with_lengths([20])).eval()
     with pytest.raises(ValueError, match=r"mask must have no lengths of its own for generation, .*; got some"):
         layer.new_cache(1, 32)
@@ -405,7 +402,7 @@ def test_flags_are_true_or_false(kind):
         kind(16, 2, bias="no")
 
 
-CALLS = {  # of layers of 16 features in 2 heads, each with the input that does not fit
+CALLS = {
     "x": lambda x, other, **made: SparseSelfAttention(16, 2, **made)(x),
     "x of a query": lambda x, other, **made: SparseCrossAttention(16, 2, **made)(x, other),
     "context": lambda x, other, **made: SparseCrossAttention(16, 2, **made)(other, x),
@@ -462,8 +459,6 @@ def test_autocast_makes_inputs_fit_that_it_casts(name):
 
 
 class Casting(torch.nn.Module):
-    """A user's projection, with weights of another dtype than its input."""
-
     def __init__(self, inside):
         super().__init__()
         self.inside, self.weight = inside.double(), inside.weight
@@ -480,7 +475,7 @@ def casting_hook(linear):
 
 def casting_forward(linear):
     forward = linear.double().forward
-    linear.forward = lambda x: forward(x.double()).float()  # as in libraries that move weights just for a call
+    linear.forward = lambda x: forward(x.double()).float()  # as in libraries that move weights for a call
     return linear
 
 
@@ -683,7 +678,7 @@ def test_rotary_positions_that_cannot_be_are_refused(make, words):
         make()
 
 
-@pytest.mark.parametrize("tokens", [1, 20])  # decoded, and by a mask
+@pytest.mark.parametrize("tokens", [1, 20])
 def test_score_modifications_with_a_cache_are_those_without(tokens):
     layer = filled(SparseSelfAttention(64, 4, masks.causal, kv_heads=2, dtype=torch.float64)).eval()
     changes = scores.alibi(torch.rand(4, dtype=torch.float64)) + scores.softcap(2.0)

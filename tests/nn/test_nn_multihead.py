@@ -1,5 +1,3 @@
-"""`nn.MultiheadAttention`, compared with PyTorch's, whose arguments and weights it takes."""
-
 import copy
 
 import pytest
@@ -47,12 +45,11 @@ def test_it_computes_what_pytorchs_does(batch_first, bias, narrow, has_batch, pa
         shape = (batch * 2, q_len, k_len) if "each" in attn_mask else (q_len, k_len)
         drawn_mask = torch.randn(shape, generator=generator, dtype=torch.float64)
         dead = drawn_mask > 0.5
-        dead[..., 0] = False  # every query has a live key, or PyTorch's result depends on its kernel
+        dead[..., 0] = False  # PyTorch's result depends on its kernel otherwise
         named["attn_mask"] = dead if "bool" in attn_mask else drawn_mask.masked_fill(dead, -torch.inf)
     if padding is not None:
         dead = torch.arange(k_len) >= torch.randint(1, k_len + 1, (batch, 1), generator=generator)
         dead = dead if has_batch else dead[0]
-        # PyTorch warns of two masks of different types
         as_float = padding == "float" or (attn_mask is not None and "float" in attn_mask)
         if attn_mask is not None and "bool" in attn_mask:
             as_float = False
@@ -94,13 +91,13 @@ def test_a_score_is_live_if_every_mask_has_it_live():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_transformer_layers_of_pytorch_take_it(training):
-    """In eval mode they have a fast path of their own, which would read its weights and compute dense attention."""
+    """Their fast path of eval mode would compute dense attention."""
     mask = masks.local(30, window=6, block=16)
     torch.manual_seed(0)
     encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
     decoder = torch.nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True).train(training)
     x, dead = torch.randn(2, 30, 16), ~mask.to_dense()[0, 0]
-    padding = torch.arange(30) >= torch.tensor([[30], [28]])  # no query is left without a key
+    padding = torch.arange(30) >= torch.tensor([[30], [28]])
     with torch.no_grad():
         expected = encoder(x, src_mask=dead, src_key_padding_mask=padding)
         wanted = decoder(x, x, tgt_mask=dead, memory_key_padding_mask=padding)

@@ -5,7 +5,7 @@
     done = python("-c", "print(1)")  # as subprocess.run would return it; or "-m", module, and its arguments
     ranks(function, *arguments, processes=2)  # as torchrun would call it, twice
 
-The imports take seconds, and a process of the tests itself must not be forked, because it has threads.
+The imports take seconds; a process of the tests has threads, so it must not be forked itself.
 """
 
 import multiprocessing
@@ -26,11 +26,11 @@ from torch.distributed import TCPStore
 from tests.processes.frame_stack import in_one_piece
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT = 300  # seconds
+TIMEOUT = 300
 
 
 class Server:
-    """A process that has imported some modules, in an environment that its forks inherit. It ends with this one."""
+    """A process that has imported some modules. It ends with this one."""
 
     def __init__(self, *modules, environment):
         self._forks = forkserver.ForkServer()
@@ -39,7 +39,7 @@ class Server:
             self._forks.ensure_running()
 
     def start(self, function, arguments, daemon=True):
-        """A process that calls the function. A daemon ends with this process, and starts none itself."""
+        """A daemon ends with this process, and starts none itself."""
         process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments, daemon=daemon)
         with mock.patch.object(forkserver, "connect_to_new_process", self._forks.connect_to_new_process):
             process.start()
@@ -48,8 +48,6 @@ class Server:
 
 @cache
 def interpreting():
-    """The server whose processes run kernels as this one does, with one thread each."""
-    # A process group and its kernels need these, too.
     modules = ("torch.distributed.nn", "torch.distributed.device_mesh", "sparseflash.distributed", "triton.language")
     trainers = ("experiments.lra.train", "experiments.lm.train")
     return Server(*modules, *trainers, environment={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -57,17 +55,14 @@ def interpreting():
 
 @cache
 def after_torch():
-    """The server whose processes have imported PyTorch, but nothing of sparseflash."""
     return Server(
         "torch", environment={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     )
 
 
 def python(*words, server=None, environment=None):
-    """The status and output of `python -m MODULE ...` or `python -c SOURCE` in the project's folder.
-
-    In a fork of `server`, or else of `after_torch()`, and in the server's environment unless another is given.
-    """
+    """Status and output of `python -m MODULE ...` or `python -c SOURCE` in the project's folder, in a fork of `server`
+    or of `after_torch()`."""
     with tempfile.TemporaryDirectory() as folder:
         process = started(*words, folder=folder, server=server, environment=environment)
         process.join(TIMEOUT)
@@ -94,7 +89,6 @@ def _run(words, folder, environment):
 
 
 def execute(way, what, *arguments):
-    """Runs in this process what `python -m MODULE ...` or `python -c SOURCE` would."""
     sys.argv = [what, *map(str, arguments)]
     try:
         if way == "-m":
@@ -108,7 +102,6 @@ def execute(way, what, *arguments):
 
 
 def execute_in_threads(threads, *words):
-    """`execute` with that many threads in each operation of PyTorch, which is imported already."""
     torch.set_num_threads(threads)
     execute(*words)
 
@@ -116,7 +109,7 @@ def execute_in_threads(threads, *words):
 def ranks(function, *arguments, processes):
     """Calls the function in several processes, in an environment like torchrun's.
 
-    Returns the output of each. Raises AssertionError with the output of all if one fails; the others are ended.
+    Returns the output of each. If one fails, ends the others and raises AssertionError with all outputs.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -144,7 +137,6 @@ def ranks(function, *arguments, processes):
 
 
 def redirected(number, path):
-    """Redirects this process's writes to a file descriptor to a file."""
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 
 
@@ -158,4 +150,4 @@ def _rank(environment, function, arguments, output):
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # without waiting for a group whose other processes may be waiting for this one
+        os._exit(1)  # others may be waiting for this one in a group

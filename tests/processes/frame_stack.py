@@ -1,15 +1,13 @@
 """Python's frames in one piece of memory.
 
-CPython keeps the frames of a thread in pieces of 16 KB, from 3.11 on. A call that does not fit into the last piece
-allocates another, which is freed when the call returns. A loop whose calls cross the end of a piece does both each
-time, which is slow in Triton's interpreter.
+CPython keeps a thread's frames in pieces of 16 KB. A loop whose calls cross the end of a piece allocates and frees
+another at each call, which is slow in Triton's interpreter.
 """
 
-_WORDS = 1 << 16  # of the frame of `in_one_piece`: half a megabyte, in a piece of one; the other half is for its calls
+_WORDS = 1 << 16  # half a megabyte, in a piece of one
 
 
 def in_one_piece(function, *arguments):
-    """Calls the function with room in the current piece for the frames of its calls."""
     return function(*arguments)
 
 

@@ -3,7 +3,7 @@
     with Processes(4) as pool:
         pool.run(3, function, *arguments)  # function(group, *arguments) in three of them: their results
 
-A function must be in a module that the processes can import. It may keep data for later calls in its group's `kept`.
+A function must be in a module that the processes can import. The group's `kept` holds data for later calls.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.interpreting import interpret_quickly
 from tests.processes.forked import interpreting
 from tests.processes.frame_stack import in_one_piece
 
-TIMEOUT = 60  # seconds that a process waits for the others
+TIMEOUT = 60
 
 
 @dataclass
@@ -34,22 +34,20 @@ class Member:
 
 
 class Failed(Exception):
-    """The exception of a process: the name of the type, the message, and the whole traceback."""
-
     def __init__(self, kind, message, trace):
         super().__init__(f"{kind}: {message}\n{trace}")
         self.kind, self.message = kind, message
 
 
 class Processes:
-    """Processes `0 .. count - 1`, and a group of the first one, the first two, and so on. With NCCL each has a GPU."""
+    """Processes `0 .. count - 1`, and a group of the first one, the first two, and so on."""
 
     def __init__(self, count, timeout=TIMEOUT, backend="gloo"):
         self.folder = tempfile.TemporaryDirectory()
         pairs = [multiprocessing.Pipe() for _ in range(count)]
         self.pipes = [ours for ours, _ in pairs]
         store = f"file://{self.folder.name}/store"
-        start = _spawned if backend == "nccl" else interpreting().start  # CUDA must not be known before a fork
+        start = _spawned if backend == "nccl" else interpreting().start  # no CUDA before a fork
         self.processes = [
             start(_serve, (theirs, store, rank, count, timeout, backend)) for rank, (_, theirs) in enumerate(pairs)
         ]
@@ -62,7 +60,7 @@ class Processes:
 
     def close(self):
         for pipe in self.pipes:
-            with contextlib.suppress(BrokenPipeError):  # a process that has ended already
+            with contextlib.suppress(BrokenPipeError):
                 pipe.send(None)
         for process in self.processes:
             process.join(10)
@@ -78,7 +76,6 @@ class Processes:
         return [self.receive(pipe) for pipe in self.pipes[:ranks]]
 
     def send(self, pipe, ranks, function, arguments):
-        """Starts `function(member, *arguments)` in one process."""
         pipe.send((ranks, function, _bytes(arguments)))
 
     def receive(self, pipe):
@@ -88,7 +85,7 @@ class Processes:
     def run(self, ranks, function, *arguments):
         results = self.each(ranks, function, [arguments] * ranks)
         failed = [result for result in results if isinstance(result, Failed)]
-        if failed:  # lost connections are the consequence of another rank's failure
+        if failed:  # lost connections are consequences
             raise Failed(failed[0].kind, failed[0].message, "\n".join(map(str, failed)))
         return results
 
@@ -100,7 +97,7 @@ def _spawned(function, arguments):
 
 
 def _bytes(value):
-    """Pickled in memory: tensors in a pipe would be passed as file descriptors."""
+    """Tensors in a pipe would be passed as file descriptors."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -115,7 +112,7 @@ def _serve(pipe, store, rank, count, timeout, backend):
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        interpret_quickly(pytest.MonkeyPatch())  # for as long as the process lives
+        interpret_quickly(pytest.MonkeyPatch())
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
     members = {1: Member(dist.new_group([rank], use_local_synchronization=True), 0, 1, device)}
     for ranks in range(2, count + 1):

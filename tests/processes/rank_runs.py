@@ -1,5 +1,3 @@
-"""Helpers of runs of several trainers, in processes that train together."""
-
 from collections.abc import Callable
 from pathlib import Path
 

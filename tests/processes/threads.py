@@ -1,5 +1,3 @@
-"""The number of threads of PyTorch."""
-
 from contextlib import contextmanager
 
 import torch

@@ -1,5 +1,3 @@
-"""Commands started by torchrun in several processes on this machine."""
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,3 @@
-"""Functions of scores have the same meaning for single numbers, however batch element, head and
-positions are written.
-"""
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +28,6 @@ def unpacked_last(s, b, h, q, k, bias, both, gain, two, table):
     return s + first * last
 
 
-# All take the arrays above after the score and the place. These are recorded for kernels.
 RECORDED = {
     "bias[h][q, k]": lambda s, b, h, q, k, bias, both, gain, two, table: s + bias[h][q, k],
     "bias[h][q][k]": lambda s, b, h, q, k, bias, both, gain, two, table: s + bias[h][q][k],
@@ -53,7 +48,6 @@ RECORDED = {
     "not of the score": lambda s, b, h, q, k, bias, both, gain, two, table: gain[h] * bias[h][q][k],
     "of the key alone": lambda s, b, h, q, k, bias, both, gain, two, table: k * 0.1,
 }  # fmt: skip
-# These are not: blockwise and reference run them.
 MAPPED = {
     "two[b].max()": lambda s, b, h, q, k, bias, both, gain, two, table: s * two[b].max() + two[b].sum(),
     "(h == some).any()": lambda s, b, h, q, k, bias, both, gain, two, table: (
@@ -79,7 +73,7 @@ def results(out, lse, leaves):
 
 
 def by_numbers(function, q, k, v, given_):
-    """Attention whose scores are changed one after another; autograd through all."""
+    """Attention whose scores are changed one after another."""
     products = q @ k.mT / 4
     rows = [
         function(products[b, h, i, j], *map(torch.tensor, (b, h, i, j)), *given_)

@@ -1,5 +1,3 @@
-"""Errors of score modifications state the rule that must hold."""
-
 import re
 
 import pytest

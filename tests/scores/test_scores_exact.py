@@ -1,5 +1,3 @@
-"""Every backend with score modifications agrees with dense attention in fp64, in all gradients."""
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -22,9 +20,8 @@ def test_blockwise_is_exact(case):
 
 
 def test_rounded_weights_do_not_matter_where_all_values_are_equal():
-    """Their mean is the same whatever the weights, so no score has a gradient. The weights sum to 1 but for a rounding
-    error, which must not be multiplied by the gradients of the weights, here whole numbers without an error.
-    """
+    """No score has a gradient then. The rounding error of a sum of weights must not be multiplied by the weights'
+    gradients."""
     generator = torch.Generator().manual_seed(0)
     q, k = (4 * torch.randn(1, 2, 90, 16, generator=generator) for _ in range(2))
     dout = torch.randint(-8, 9, (1, 2, 90, 16), generator=generator).float()
@@ -32,10 +29,10 @@ def test_rounded_weights_do_not_matter_where_all_values_are_equal():
     errors = {}
     for backend in ("reference", "blockwise"):
         out = attention(q, k, torch.ones_like(k), scores=scores.temperature(temperature), backend=backend)
-        (gradient,) = torch.autograd.grad(out, temperature, dout)  # in truth 0
+        (gradient,) = torch.autograd.grad(out, temperature, dout)
         errors[backend] = float(gradient.abs().max())
     assert errors["reference"] > 1e-5  # the scores are large enough to show it
-    # An error of the mean is corrected under the same weights, so the remaining error is of second order.
+    # An error of the mean is corrected under the same weights: the remaining one is of second order.
     assert errors["blockwise"] < torch.finfo(torch.float32).eps ** 0.5 * errors["reference"]
 
 
@@ -138,7 +135,7 @@ def test_a_function_of_fake_tensors_gives_shapes(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_biases_of_keys_are_added_without_rounding_their_sum(dtype):
-    """A bias that all queries share is a bias of keys, and is first added to the `key_bias`."""
+    """A bias that all queries share is first added to the `key_bias`."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(3))
     keys, shared = (torch.randn(1, 2, 1, 20, generator=generator).to(dtype).requires_grad_() for _ in range(2))

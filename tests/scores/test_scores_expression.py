@@ -1,5 +1,3 @@
-"""Functions of scores as expressions: they and their derivatives equal the functions'."""
-
 import re
 
 import pytest
@@ -14,7 +12,6 @@ CPU = torch.device("cpu")
 SIZES = 2, 3, 6, 8
 PLACES = [torch.arange(n).view(-1, *(1,) * (3 - axis)) for axis, n in enumerate(SIZES)]
 
-# Smooth functions of a number, and functions with kinks that drawn numbers do not meet.
 UNARY = {
     "neg": lambda x: -x, "abs": torch.abs, "exp": lambda x: (-x.abs()).exp(), "exp2": lambda x: torch.exp2(-x * x),
     "log": lambda x: (1.5 + x * x).log(), "log1p": lambda x: x.square().log1p(), "log2": lambda x: (2 + x * x).log2(),
@@ -25,7 +22,7 @@ UNARY = {
     "root": lambda x: (1 + x * x) ** 0.5, "reciprocal": lambda x: (1 + x * x).reciprocal(),
     "clamp": lambda x: x.clamp(-0.7, 0.9), "least": lambda x: x.clamp(min=0.1), "most": lambda x: x.clamp(max=0.1),
     "fill": lambda x: x.masked_fill(x > 0.4, 2.0), "remainder": lambda x: x % 0.75,
-    # Not float(), after which PyTorch would go on in fp32; an expression has one kind of number with a fraction.
+    # Not float(): an expression has one kind of number with a fraction.
     "round": lambda x: x.int().to(x.dtype),
     "straight through": lambda x: x + (x.tanh() - x).detach(),
     "from number": lambda x: 2 - x, "over": lambda x: x / 3, "under": lambda x: 1 / (x * x + 2),
@@ -36,7 +33,7 @@ BINARY = {
     "div": lambda x, y: x / (1 + y * y), "min": torch.minimum, "max": torch.maximum,
     "where": lambda x, y: torch.where((x > y) & (y > 0) | ~(x <= 1), x, y), "mod": lambda x, y: x % (1 + y * y),
 }  # fmt: skip
-# Numbers computed from places, whole or not, that fp32 holds exactly: PyTorch rounds them to it.
+# Numbers computed from places that fp32 holds exactly.
 OF_PLACES = {
     "distance": lambda b, h, q, k: (q - k).abs() * 0.125, "float": lambda b, h, q, k: (q - k).float() / 4,
     "parity": lambda b, h, q, k: (q // 3 + k) % 2,
@@ -46,8 +43,6 @@ OF_PLACES = {
 
 
 def function_of(first, second, third, one, two, place):
-    """A function of a score, its place, a gain of heads and a table, of a few operations by name."""
-
     def function(score, b, h, q, k, gain, table):
         x = BINARY[one](UNARY[first](score) * gain[h], OF_PLACES[place](b, h, q, k) + 0 * score)
         y = UNARY[second](score + table[b, (k - q).clamp(-4, 4) + 4, h])
@@ -137,7 +132,6 @@ def test_results_have_the_kinds_of_pytorchs(function):
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")])
 def test_functions_are_recorded_alike_in_any_mode(around):
-    """In inference mode PyTorch passes operators as they are called, not their parts."""
     gain, table = inputs()[1:]
     for name in UNARY:
         for place in OF_PLACES:

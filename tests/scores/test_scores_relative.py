@@ -1,5 +1,3 @@
-"""Tables by distance keep the codes of their positions from call to call."""
-
 import pytest
 import torch
 
@@ -29,7 +27,7 @@ def test_a_change_that_was_first_used_in_inference_mode_can_be_trained(change):
 
 
 class Replaced(dict):
-    """Cached entries are thrown out at once, as another thread with other lengths would do."""
+    """Cached entries are thrown out at once, as by another thread."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
@@ -54,12 +52,12 @@ def test_one_table_serves_any_lengths():
 
 
 def test_buckets_may_begin_anywhere_in_a_tile():
-    """A tile whose codes all have one bucket takes a shorter way, and one code more has another."""
+    """A tile whose codes share one bucket takes a shorter way."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 64, 16, generator=g) for _ in range(3))
     table = 3 * torch.randn(1, 4, generator=g)
     mask = BlockMask.dense(64, block=16)
-    for place in range(17):  # of the ends of the first and the second of three runs
+    for place in range(17):
         results = []
         for backend in ("triton", "reference"):
             learned = table.clone().requires_grad_()

@@ -1,5 +1,3 @@
-"""A bias stored for the live tiles of a mask equals the dense bias with its values there, with the same gradients."""
-
 import re
 from unittest import mock
 
@@ -17,8 +15,7 @@ from sparseflash.blockmask.numbering import number_of_tile, tile_numbers
 from tests.drawn.problems import problems
 
 LOCAL = masks.local(70, window=20, block=16)
-# Two patterns, each of two heads, of two block rows, and a word of block columns and two more: with rows that are
-# fully, slightly and partially live.
+# Two patterns of two heads, with fully, slightly and partially live rows.
 LAYOUT = torch.ones(2, 34, dtype=torch.bool)
 LAYOUT[1] = torch.isin(torch.arange(34), torch.tensor([1, 2, 31, 33]))
 HEADS = masks.per_head(
@@ -39,7 +36,6 @@ def drawn(mask, *leading, dtype=torch.float64, seed=1):
 
 
 def in_dense(values, mask, batch, heads):
-    """The dense bias `[B, Hq, Nq, Nk]` with these values in live tiles and 0 elsewhere, tile by tile."""
     row_blocks, col_blocks = mask.blocks
     patterns = mask.pattern.expand(batch, heads).tolist()
     rows = []
@@ -96,7 +92,7 @@ def test_tiles_are_those_of_the_mask_whatever_is_cheaper():
     values = drawn(mask, 1, 2, dtype=torch.float32)
     change = scores.tile_bias(values, mask)
     wanted = results(change, inputs, values, mask, "triton")
-    with override(tiling=max):  # gathered, or larger
+    with override(tiling=max):
         assert "gathered" in str(explain(*inputs, mask, capability=(9, 0)))
         found = results(change, inputs, values, mask, "triton")
         said = explain(*inputs, mask, scores=change, capability=(9, 0))
@@ -123,7 +119,6 @@ def test_nobody_writes_where_another_does(masks_of, batch, own):
         first, last = (int(mask.indptr[row]) for row in (p * row_blocks, (p + 1) * row_blocks))
         written += range(start + first, start + last)
     assert len(set(written)) == len(written) and max(written) < places.copies * shape[0] * shape[1] * tiles
-    # All that share a tile of the values write to copies of it, and no copy is empty.
     for start, b, h in zip(places.starts.tolist(), *(x.flatten().tolist() for x in torch.meshgrid(
         torch.arange(batch), torch.arange(heads), indexing="ij"))):  # fmt: skip
         assert start // tiles % (shape[0] * shape[1]) == (b if own[0] else 0) * shape[1] + (h if own[1] else 0)
@@ -220,7 +215,7 @@ def test_a_mask_with_the_same_tiles_is_taken_and_another_is_refused():
     assert torch.equal(attention(*inputs, again, scores=change), wanted)
     inside = LOCAL.with_lengths([70])
     assert torch.equal(attention(*inputs, inside, scores=change), wanted)
-    bits = LOCAL - BlockMask.from_function(lambda q, k: q == k, 70, block=16)  # the same tiles, other scores
+    bits = LOCAL - BlockMask.from_function(lambda q, k: q == k, 70, block=16)
     assert torch.equal(bits.indices, LOCAL.indices) and bits != LOCAL
     dense = scores.bias(in_dense(values, LOCAL, 1, 2))
     torch.testing.assert_close(attention(*inputs, bits, scores=change), attention(*inputs, bits, scores=dense))
@@ -312,7 +307,7 @@ def test_what_was_first_used_in_inference_mode_can_be_trained(backend, made_in_i
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_values_that_a_compiled_function_gets_compile_without_a_break(backend):
     inputs = tensors(LOCAL, dtype=torch.float32)
-    # Not a global: Dynamo does not guard that an argument and a global are one object.
+    # Dynamo does not guard that an argument and a global are one object.
     values, whole, padded = drawn(LOCAL, 1, 2, dtype=torch.float32), LOCAL, LOCAL.with_lengths([50])
 
     def run(q, k, v, values, mask):

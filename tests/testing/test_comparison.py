@@ -1,5 +1,3 @@
-"""Comparison of a function of q, k and v with the definition: right results pass, and wrong ones are named."""
-
 import math
 from unittest import mock
 
@@ -114,7 +112,6 @@ def test_ours_is_exact(mask, dtype, seed):
 
 
 def test_kernels_are_exact_where_no_query_has_two_keys():
-    """dq and dk are 0 there, also in the plain computation."""
     q, k, v = (
         x.requires_grad_() for x in tensors(masks.dense(1), batch=2, heads=4, dim=32, v_dim=32, dtype=torch.float16)
     )
@@ -243,7 +240,7 @@ def test_the_scale_and_given_gradients_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_one_query_is_held_to_a_yardstick_of_many_draws(tokens, dtype):
-    """A plain result of few numbers is sometimes right to the last bit, and then allows no error."""
+    """A plain result of few numbers is sometimes exact, and then allows no error."""
     mask = masks.dense(tokens, 40)
     for seed in range(10):
         testing.assert_exact(ours(mask), *tensors(mask, heads=1, kv_heads=1, dtype=dtype, seed=seed), mask)
@@ -290,8 +287,8 @@ def test_long_sequences_are_compared_in_part():
 
         return testing.compare(function, *x, mask, heads=2, blocks=4).exact
 
-    assert not wrong_at(0, 0, 0) and not wrong_at(1, 3, 2999)  # the first and the last are compared
-    assert wrong_at(0, 2, 0)  # of neither of the two key heads
+    assert not wrong_at(0, 0, 0) and not wrong_at(1, 3, 2999)
+    assert wrong_at(0, 2, 0)
 
 
 def test_parts_of_heads_of_other_patterns_differ_in_size():
@@ -353,7 +350,7 @@ def test_ours_with_changed_scores_is_exact(dtype, kind):
     def function(q, k, v):
         return attention(q, k, v, mask, scale=0.3, return_lse=True, scores=change)
 
-    if dtype == torch.float64:  # the definition itself
+    if dtype == torch.float64:
         found = testing.by_definition(
             testing.Inputs(q, k, v, dout, dlse), mask, scale=0.3,
             changes=testing.Changes(change, (2, 4, 60, 60), mask=mask),

@@ -1,5 +1,3 @@
-"""The yardstick itself: it lets rounding pass and nothing else."""
-
 import math
 
 import pytest
@@ -55,7 +53,7 @@ def test_zero_truth_allows_no_error():
 
 
 def test_the_assertion_names_what_is_too_far():
-    good, draws = Results(*[TRUTH.float()] * 5), [(Results(*[TRUTH] * 5)._asdict(),) * 2]  # plain errors of 0
+    good, draws = Results(*[TRUTH.float()] * 5), [(Results(*[TRUTH] * 5)._asdict(),) * 2]
     assert_exact(good, Results(*[TRUTH] * 5), draws, 1.0, {})
     with pytest.raises(AssertionError, match=r"at most what is allowed; got\n(.*\n)*dk +1\.00e\+00"):
         assert_exact(good._replace(dk=TRUTH.float() + 1), Results(*[TRUTH] * 5), draws, 1.0, {})

@@ -1,11 +1,9 @@
-"""The size of the largest tensor that any operation of PyTorch makes."""
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """Measures the largest tensor made, in bytes; arrays of the given masks and views of them are not counted."""
+    """Bytes of the largest tensor made; arrays of the given masks and their views do not count."""
 
     def __init__(self, *given_masks):
         super().__init__()

@@ -20,9 +20,9 @@ _STARTING_NOTHING = ("detach", "empty", "new_empty", "empty_like", "_unsafe_view
 
 
 class NoWaiting(TorchDispatchMode):
-    """Raises AssertionError at an operation that would make the host wait, if its tensors lay on a GPU.
+    """Raises at an operation that would make the host wait for a GPU.
 
-    `started` counts the others, views left out: about the kernels that a GPU would start.
+    `started` counts the others without views: about the kernels of a GPU.
     """
 
     def __init__(self):
@@ -52,7 +52,6 @@ def is_bool(index):
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """On a GPU: an operation that waits for it raises RuntimeError."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a prototype, it says
         torch.cuda.set_sync_debug_mode("error")
@@ -65,12 +64,12 @@ def waiting_raises() -> Iterator[None]:
 def assert_replays_as_called(
     step: Callable[[], Sequence[Tensor]], set_inputs: Callable[[Any], object], inputs: Iterable[Any]
 ) -> None:
-    """On a GPU: `step` never waits, and a CUDA graph of it gives the bits of a call, for any inputs.
+    """On a GPU: `step` never waits, and its CUDA graph gives the bits of a call for any inputs.
 
     `set_inputs` copies one of `inputs` to where `step` reads it.
     """
     for _ in range(2):
-        step()  # compiles and plans
+        step()
     with waiting_raises():
         step()
     graph = torch.cuda.CUDAGraph()

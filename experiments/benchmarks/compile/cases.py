@@ -43,8 +43,6 @@ PLAIN = {"pairs": "", "function": "", "table": "", "key_bias": False, "distance"
 
 @dataclass(frozen=True)
 class Case:
-    """One forward and backward; the fields are the keys of FACTORS."""
-
     arch: int
     arithmetic: str
     dims: tuple[int, int]
@@ -82,22 +80,18 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of q, k and v."""
         return torch.float32 if self.arithmetic in ("tf32", "float32") else getattr(torch, self.arithmetic)
 
     def overrides(self) -> dict[str, Any]:
-        """The arguments of `override` for this case."""
         return {
             "descriptors": self.descriptors, "splits": always_split(1) if self.split else NEVER_SPLIT,
             "tiling": {"own": _own, "united": _united, "gathered": _gathered}[self.tiling],
         }  # fmt: skip
 
     def mask(self) -> BlockMask:
-        """A mask with full, partial and dead tiles."""
         return masks.causal(self.tokens, block=self.block)
 
     def changes(self, mask: BlockMask) -> Scores | None:
-        """The score modifications, for `HEADS` heads."""
         made = Scores(())
         for change in self._changes(mask):
             made = made + change
@@ -137,7 +131,6 @@ _CLEAR = ("tiling", "pairs", "distance")  # factors whose values are clear witho
 
 
 def is_possible(case: Mapping[str, Any]) -> bool:
-    """Whether a partial case can be completed."""
     if case.get("tiling", "own") != "own":
         most = 32 if case["tiling"] == "gathered" else 64
         # `tile_bias` is read in the mask's own tiles.

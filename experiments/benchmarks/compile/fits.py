@@ -10,53 +10,42 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from triton import knobs
 from triton._C.libtriton import llvm, nvidia
 
-from experiments.benchmarks.compile.cases import HEADS, Case
+from experiments.benchmarks.compile.cases import Case
+from experiments.benchmarks.compile.report import both_passes, problem_of
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from experiments.training.atomic_files import write_csv
-from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
-from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
-from sparseflash.backends.triton.prepared_call import setting_of
-from sparseflash.dropout import GROUP, Dropout
-from sparseflash.scores.change import Sizes
 
 TENSOR_MEMORY = 512  # columns that a program may use on GPUs of compute capability 10.0
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory that one kernel of a case asks for."""
-
     arch: int
     case: str
     kernel: str
     config: str  # the tiles, warps and stages that were chosen
-    stages: int  # the number that the kernel was compiled with
+    stages: int  # compiled with
     shared: int  # bytes
     tensor_memory: int  # columns
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has that much memory."""
         return (
             self.shared <= architecture_of(divmod(self.arch, 10)).shared_memory and self.tensor_memory <= TENSOR_MEMORY
         )
 
     @property
     def has_fewer_stages(self) -> bool:
-        """Whether it was compiled with fewer stages because the chosen number does not fit."""
         return self.stages < int(self.config.split("x")[3].rstrip("q"))
 
 
 def read(path: Path) -> list[Fit]:
-    """The rows of a file; empty if the file does not exist."""
     if not path.exists():
         return []
     with path.open() as file:
@@ -66,13 +55,11 @@ def read(path: Path) -> list[Fit]:
 
 
 def write(path: Path, fits: Sequence[Fit]) -> None:
-    """Writes a file, sorted by case and kernel."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path, [asdict(fit) for fit in sorted(fits, key=lambda fit: (fit.arch, fit.case, fit.kernel))])
 
 
 def fits_of(case: Case) -> list[Fit]:
-    """Compiles the portable kernels of a case."""
     found = []
     with override(**case.overrides()), compiling_for(case.arch), _allocating_only():
         for kernel, config, launch in _launches(case):
@@ -84,25 +71,11 @@ def fits_of(case: Case) -> list[Fit]:
 
 
 def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
-    """The name, the configuration and the launch of each kernel of a forward and a backward."""
-    n, (dim, value_dim) = case.tokens, case.dims
-    q, k, v, out = (torch.empty(1, HEADS, n, d, dtype=case.dtype) for d in (dim, dim, value_dim, value_dim))
     mask = case.mask()
-    dropping = Dropout(torch.tensor([0]), 26) if case.dropout else None
-    if dropping is not None and case.dropout == "positions":
-        queries, groups = (torch.arange(count, dtype=torch.int32) for count in (n, -(-n // GROUP)))
-        dropping = dropping._replace(queries=queries, groups=groups)
-    cut = mask.with_lengths(torch.tensor([100])) if case.lengths else mask
-    problem = Problem.of(cut, scale=dim**-0.5, dropout=dropping)
-    setting = setting_of(q, k, problem, divmod(case.arch, 10))._replace(tf32=case.arithmetic == "tf32")
-    numbers = problem.scale, problem.dropped
-    changes, wanted = case.changes(mask), []
-    if changes is not None:
-        changes = changes.prepared(Sizes(1, HEADS, n, n, q.device, mask))
-        wanted = [case.learned and x.is_floating_point() for x in changes.tensors()]
-    forward = Forward(ForwardLayout(setting, q, k, v, *numbers, changes), setting.plan)
-    layout = BackwardLayout(setting, q, k, v, out, out, *numbers, dlse=True, changes=changes, wanted=wanted)
-    backward = Backward(layout, setting.plan)
+    problem = problem_of(mask, case.dims[0], lengths=case.lengths, dropout=case.dropout)
+    _, forward, backward, _ = both_passes(
+        case.arch, case.arithmetic, case.dims, mask, problem, case.changes(mask), case.learned
+    )
     kernels = {
         "forward": forward.kernel, "dq, for delta": backward.means, "dq": backward.queries, "dk_dv": backward.keys,
     }  # fmt: skip
@@ -112,12 +85,12 @@ def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
 
 
 class _Allocated(Exception):
-    """Raised to end a compilation early."""
+    """Ends a compilation early."""
 
 
 @contextmanager
 def _allocating_only() -> Iterator[None]:
-    """Inside the context, Triton stops after it has allocated shared memory, which saves half of the time."""
+    """Inside, Triton stops after it has allocated shared memory, in half of the time."""
 
     def stop(*module: Any) -> Any:
         raise _Allocated
@@ -148,7 +121,7 @@ def _allocating_only() -> Iterator[None]:
         mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", lambda *given: None),
         mock.patch.object(llvm, "to_module", stop),
     ):
-        knobs.compilation.disable_line_info = True  # which is attached to LLVM's instructions
+        knobs.compilation.disable_line_info = True  # attached to LLVM's instructions
         yield
 
 

@@ -25,9 +25,8 @@ FEATURES = ("small", "lengths", "parts", *KINDS, "learned", "dead")
 def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
-    features: "small", the mask has blocks of 64, which the forward uses unmerged; "lengths"; "parts", the forward
-    splits rows and the backward splits columns; score modifications, from KINDS; "learned", their tensors require
-    gradients; "dead", some tiles are dead.
+    features: "small": blocks of 64; "lengths"; "parts": rows of the forward and columns of the backward are split;
+    KINDS; "learned": their tensors require gradients; "dead": some tiles are.
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"features must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
@@ -70,7 +69,7 @@ def _changes(features: Sequence[str], mask: BlockMask, dtype: torch.dtype) -> Sc
         "log": lambda: scores.log_decay(heads), "sink": lambda: scores.sink(heads),
         "table": lambda: scores.relative(torch.ones(2, 32), scores.t5_buckets()),
         "key_bias": lambda: scores.key_bias(torch.ones(1, 2, TOKENS)),
-        "bias": lambda: scores.bias(torch.ones(1, 2, TOKENS, TOKENS, dtype=dtype)),  # read as it is
+        "bias": lambda: scores.bias(torch.ones(1, 2, TOKENS, TOKENS, dtype=dtype)),
         "tile_bias": lambda: scores.tile_bias(
             torch.ones(1, 2, len(mask.indices), mask.block_q, mask.block_k, dtype=dtype), mask
         ),

@@ -17,8 +17,8 @@ def pairwise(
     >>> len(cases), {(case["a"], case["b"]) for case in cases} == {(a, b) for a in range(3) for b in "xy"}
     (6, True)
 
-    possible: whether a case with some of the factors can be completed. Greedy: each case begins with a pair that no
-    earlier case covers, and every other factor takes the value that covers most new pairs.
+    possible: whether a case with some of the factors can be completed. Greedy: every factor takes the value that covers
+    most new pairs.
     """
     drawn, names = random.Random(seed), list(factors)
     left = dict.fromkeys(
@@ -48,7 +48,6 @@ def pairwise(
 
 
 def _pairs_with(name: str, value: Any, case: Mapping[str, Any], names: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The pairs of one factor's value with the other values of a case, in the order of the factors."""
     at = names.index(name)
     return [
         (other, case[other], name, value) if names.index(other) < at else (name, value, other, case[other])

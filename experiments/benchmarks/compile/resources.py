@@ -14,20 +14,15 @@ from triton.compiler.compiler import make_backend
 
 
 class Said(NamedTuple):
-    """The report of ptxas on a kernel."""
-
     registers: int  # per thread
-    spilled: int  # bytes that a thread writes to memory for lack of registers
-    # The warnings of ptxas that it could not keep the matrix instructions of Hopper asynchronous.
+    spilled: int  # bytes a thread
+    # Warnings that matrix instructions are not asynchronous.
     serialised: tuple[str, ...]
 
 
 def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
-    """The report of ptxas on a kernel that Triton has compiled, and the machine code.
-
-    The kernel is assembled again with the options that Triton gives ptxas, because Triton does not keep the report.
-    """
-    made_by = kernel.metadata  # the options that the kernel was compiled with
+    """The report, and the machine code. Triton keeps no report, so the kernel is assembled again."""
+    made_by = kernel.metadata
     backend = make_backend(made_by.target)
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as output:
         knobs.nvidia.dump_ptxas_log = True
@@ -40,7 +35,6 @@ def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
 
 
 def disassembled(cubin: bytes) -> str:
-    """The whole machine code of a kernel, as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

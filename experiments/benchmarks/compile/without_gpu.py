@@ -38,7 +38,7 @@ class NoDevice:
 
 
 def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
-    """A hook between the stages of Triton's compiler; without arguments, it returns a key for Triton's caches."""
+    """A hook of Triton's compiler; without arguments it returns a key for caches."""
     if not given:
         return "ptx", "ptx"
     stages = given[1]
@@ -48,10 +48,9 @@ def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = True) -> Iterator[list[tuple[str, Any]]]:
-    """Inside the context, launches on CPU tensors compile for the architecture (90 for 9.0) and run nothing.
+    """Inside, launches on CPU tensors compile for the architecture and run nothing. Yields names and compiled kernels.
 
-    Yields a list of kernel names and compiled kernels. only: compile only this kernel. assemble: also run ptxas, an
-    eighth to a quarter of the work.
+    assemble: also run ptxas, up to a quarter of the work.
     """
     compiled: list[tuple[str, Any]] = []
 
@@ -64,9 +63,9 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
         mock.patch.object(driver, "_active", NoDevice(arch)),
         nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
-        # Launches compile their kernels themselves: kernels compiled side by side would have to be loaded afterwards.
+        # Kernels compiled side by side would have to be loaded.
         mock.patch.object(prepared_call, "compile_side_by_side", lambda launches: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
-        mock.patch.object(api, "check", lambda *tensors: None),  # the check that tensors lie on a GPU
+        mock.patch.object(api, "check", lambda *tensors: None),  # that tensors lie on a GPU
     ):
         yield compiled

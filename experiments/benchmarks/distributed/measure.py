@@ -1,7 +1,4 @@
-"""Times of attention over the ranks that torchrun started, from a barrier to the end on the slowest rank.
-
-torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed measure
-"""
+"""Times over the ranks that torchrun started, from a barrier to the end on the slowest rank."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ PASSES = ("forward", "both")
 
 
 def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two calls: a forward pass that saves tensors for a backward, and a forward and backward pass."""
     q, k, v = leaves(way)
 
     def both() -> None:
@@ -35,7 +31,6 @@ def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def milliseconds(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Milliseconds of one call, on the slowest rank."""
     dist.barrier()
     synchronize(device)
     started = time.perf_counter()
@@ -48,7 +43,6 @@ def milliseconds(call: Callable[[], object], count: int, device: torch.device) -
 
 
 def counted(setting: Setting, call: Callable[[], object], plan: distributed.ShardPlan) -> int:
-    """Bytes that all ranks send in one call."""
     before = plan.sent.bytes
     call()
     sent = torch.tensor(plan.sent.bytes - before, device=setting.device)
@@ -57,7 +51,7 @@ def counted(setting: Setting, call: Callable[[], object], plan: distributed.Shar
 
 
 def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) -> None:
-    """Measures one pattern, all ways in turns. Bytes: sent by all ranks in a forward, and of the live remote keys."""
+    """All ways in turns. Bytes: sent by all ranks in a forward, and of the live remote keys."""
     settings: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -107,7 +101,7 @@ def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) ->
 
 
 def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, float]:
-    """A mask, its plan, and the host's milliseconds to plan a new mask, the best of three."""
+    """A mask, its plan, and the milliseconds to plan a new mask."""
     taken = []
     for _ in range(3):
         mask = PATTERNS[name][0](tokens)
@@ -121,7 +115,7 @@ def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, f
 def measure(
     bench: Bench, patterns: Sequence[str], tokens: int, heads: Sequence[str], dim: int, names: Sequence[str]
 ) -> None:
-    """Times ways for patterns, in a process of each rank. heads: as "32:8", query and key heads."""
+    """heads: as "32:8", query and key heads."""
     device = bench.device
     if device.type == "cuda":
         torch.cuda.set_device(device)

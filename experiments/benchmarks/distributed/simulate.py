@@ -1,4 +1,4 @@
-"""Plans for 2 to 1,024 ranks and 64K to 16M tokens, without any: bytes, balance, modelled time, the planner's own."""
+"""Plans for 2 to 1,024 ranks and 64K to 16M tokens: bytes, balance, modelled time, the planner's own."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ RANKS = (2, 8, 32, 128, 1024)
 TOKENS = tuple(1 << power for power in (16, 17, 18, 20, 22, 24))
 SHAPE = distributed.Shape(batch=1, heads=32, kv_heads=8, dim=128, v_dim=128, dtype=torch.bfloat16)
 _BLOCK = 128
-_TIMES = 3  # the planner is timed; its best time counts
+_TIMES = 3  # the best counts
 
 
 def documents(tokens: int) -> BlockMask:
-    """Packed causal documents of very different lengths: 64 a million tokens, with a log-normal distribution."""
+    """64 a million tokens, with a log-normal distribution."""
     rng = np.random.default_rng(0)
     shares = rng.lognormal(sigma=1.0, size=max(4, tokens >> 14))
     lengths = np.maximum(1, (shares / shares.sum() * tokens).astype(np.int64))
@@ -28,7 +28,7 @@ def documents(tokens: int) -> BlockMask:
     return masks.documents(lengths, causal=True, block=_BLOCK)
 
 
-# Builds the pattern for a number of tokens; and the most tokens whose lists are short enough to plan here.
+# The pattern for a number of tokens; and the most tokens to plan here.
 PATTERNS: dict[str, tuple[Callable[[int], BlockMask], int]] = {
     "butterfly": (lambda n: masks.butterfly(n, block=_BLOCK), 1 << 24),
     "window-4096": (lambda n: masks.local(n, window=4096, causal=True, block=_BLOCK), 1 << 24),
@@ -43,7 +43,6 @@ PATTERNS: dict[str, tuple[Callable[[int], BlockMask], int]] = {
 
 
 def simulate(bench: Bench, patterns: list[str], tokens: list[int], ranks: list[int]) -> None:
-    """All combinations with at least a block for each rank."""
     for pattern in patterns:
         build, most = PATTERNS[pattern]
         for count in tokens:
@@ -57,10 +56,7 @@ def simulate(bench: Bench, patterns: list[str], tokens: list[int], ranks: list[i
 
 
 def simulated(bench: Bench, path: str, ranks: int, mask: BlockMask) -> None:
-    """Modelled milliseconds of forward and backward by way, MB of a forward pass by rank, and the planner's own time.
-
-    The planner's time is of the host, measured, the best of three: assignment, routes and masks of one rank.
-    """
+    """Modelled milliseconds of a step by way, MB of a forward pass by rank, and the planner's own time."""
     taken = []
     for _ in range(_TIMES):
         started = time.perf_counter()
@@ -88,6 +84,6 @@ def simulated(bench: Bench, path: str, ranks: int, mask: BlockMask) -> None:
         bench.add(f"{path}/sent/{way}", sent / 1e6, "MB")
     bench.add(
         f"{path}/plan/host", 1e3 * min(taken), "ms", assignment=plan.assignment.name,
-        # Mean over maximum of the ranks' live tiles; share of live tiles that need no remote key.
+        # Mean over maximum of live tiles; share of live tiles without remote keys.
         balance=float(loads.balance), local=float(loads.local.sum() / loads.total.sum()),
     )  # fmt: skip

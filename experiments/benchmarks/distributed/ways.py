@@ -1,5 +1,3 @@
-"""The ways of attention over ranks that are measured: by plans, after an all-gather, and PyTorch's own; compared."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 from sparseflash import BlockMask, attention, distributed, testing
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-# PyTorch 2.13 has another name for it, and warns of the one that 2.11 has.
+# Its name from PyTorch 2.13 on, which warns of the older one.
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 ONE, PEER = "one-gpu", "context-parallel"
 COLLECTIVE = "-collective"
@@ -25,10 +23,7 @@ WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "quer
 
 
 class Way(NamedTuple):
-    """Attention, its inputs and the gradient of its output: this rank's tokens, or all of them.
-
-    `whole` gathers whole results from the ranks' parts.
-    """
+    """Attention of this rank's tokens, or of all; `whole` gathers whole results."""
 
     tensors: Sequence[Tensor]
     dout: Tensor
@@ -38,8 +33,6 @@ class Way(NamedTuple):
 
 @dataclass
 class Setting:
-    """The inputs that all ways of a pattern share: the mask, the plan, and whole tensors, the same on every rank."""
-
     name: str
     mask: BlockMask
     tensors: list[Tensor]
@@ -51,18 +44,17 @@ class Setting:
         return self.tensors[0].device
 
     def planned(self, **options: object) -> Way:
-        """Attention by a plan of these options, with the tokens where `plan` has put them."""
+        """By a plan of these options, with the tokens where `plan` has put them."""
         plan = distributed.shard(self.mask, like=self.plan, **options) if options else self.plan  # type: ignore[arg-type]
         return self.local(lambda q, k, v: distributed.attention(q, k, v, plan))
 
     def local(self, function: Attention) -> Way:
-        """Attention of this rank's tokens by `plan`."""
         *tensors, dout = (self.plan.scatter(x) for x in (*self.tensors, self.dout))
         return Way(tensors, dout, function, self.plan.gather)
 
 
 def gathering(setting: Setting) -> Way:
-    """Attention after an all-gather of all keys. Ranks must hold equally many."""
+    """After an all-gather of all keys. Ranks must hold equally many."""
     plan = setting.plan
     if len(set(plan.keys.counts)) > 1:
         raise ValueError(f"ranks must hold equally many keys; got {plan.keys.counts}")
@@ -77,7 +69,7 @@ def gathering(setting: Setting) -> Way:
 
 
 def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
-    """PyTorch's own ring; its context stays open as long as the stack. It has no masks and no grouped heads."""
+    """PyTorch's own ring; its context stays open as long as the stack."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import _cp_options, context_parallel_unshard
@@ -93,13 +85,13 @@ def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
     stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # which the context has replaced in its module
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # the context has replaced it in its module
 
     return Way([q, k, v], dout, ring, lambda x: context_parallel_unshard(mesh, [x], [2])[0])
 
 
 def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
-    """The way with this name; raises ValueError if it cannot run this setting."""
+    """Raises ValueError if it cannot run this setting."""
     if name == ONE:
         mask = setting.mask.to(setting.device)
         return Way(setting.tensors, setting.dout, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
@@ -123,7 +115,7 @@ def leaves(way: Way) -> list[Tensor]:
 
 
 class Compared:
-    """Compares ways: the first, on one rank, with attention in fp64, and the others with it."""
+    """The first way, on one rank, is compared with fp64, the others with it."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -131,7 +123,7 @@ class Compared:
         self.allowed: dict[str, float] = {}
 
     def __call__(self, way: Way) -> float | None:
-        """The largest error of the results relative to the allowed error; None without one rank to compare with."""
+        """The largest error relative to the allowed one."""
         found = self.results(way)
         if way.tensors is self.setting.tensors:
             mask = self.setting.mask.to(self.setting.device)
@@ -145,7 +137,6 @@ class Compared:
         return max(errors, default=None)
 
     def results(self, way: Way) -> dict[str, Tensor]:
-        """The whole output and gradients."""
         given = leaves(way)
         out = way.attention(*given)
         found = (out.detach(), *torch.autograd.grad(out, given, way.dout))

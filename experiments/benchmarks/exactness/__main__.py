@@ -4,9 +4,8 @@ SPARSEFLASH_EXACTNESS=records pytest -m gpu tests/backends/test_exactness.py
 python -m experiments.benchmarks.exactness drawn records --out runs/exactness/drawn.jsonl
 python -m experiments.benchmarks.exactness large --out runs/exactness
 
-With `SPARSEFLASH_EXACTNESS=FOLDER` set, the exactness tests append a line of JSON for every case: the drawn case, and
-the errors of out, lse, dq, dk and dv in units of the allowed error. Draws of the inputs, at most 16, stop once the
-error is at most half the allowed one, so only figures above 0.5 cover all draws.
+With `SPARSEFLASH_EXACTNESS=FOLDER` set, the exactness tests append a line of JSON for every case: the case, and the
+errors of out, lse, dq, dk and dv in units of the allowed error. Only figures above 0.5 cover all draws of the inputs.
 """
 
 from __future__ import annotations
@@ -26,16 +25,13 @@ from experiments.training.distributed import find_device
 from experiments.training.reading import reading
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-ALLOWED = "of what is allowed"  # the unit of errors
+ALLOWED = "of what is allowed"
 _KEPT = ("backend", "device", "dtype", "dim", "v_dim", "tokens", "problem", *RESULTS)
 Record = dict[str, Any]
 
 
 def read(paths: list[Path]) -> list[Record]:
-    """The records of these files, or of the `*.jsonl` in these folders, with the worst error of each.
-
-    Raises ValueError for a line that is not a record, and if there are no records.
-    """
+    """The records of files, or of the `*.jsonl` in folders, with the worst error of each."""
     rows = [row for path in paths for row in _rows(path)]
     if not rows:
         raise ValueError(f"found no record in {', '.join(map(str, paths))}; run the tests with SPARSEFLASH_EXACTNESS.")
@@ -62,7 +58,7 @@ def _rows(path: Path) -> Iterator[Record]:
 
 
 def condense(bench: Bench, records: Sequence[Record]) -> None:
-    """For each backend and dtype the largest error of each result, the number of cases, and both for each head dim."""
+    """The largest error of each result, the number of cases, and both for each head dim."""
     for backend, dtype in sorted({(each["backend"], each["dtype"]) for each in records}):
         some = [each for each in records if (each["backend"], each["dtype"]) == (backend, dtype)]
         for name in (*RESULTS, "worst"):
@@ -134,7 +130,7 @@ def large(
             path = f"large/{slug(name)}/{dtype}"
             try:
                 seconds, found = first_call(lambda: list(compared(name, backend, at)), at.device)  # noqa: B023
-            except (RuntimeError, ValueError) as failure:  # the other cases still run
+            except (RuntimeError, ValueError) as failure:
                 bench.add(f"{path}/out/{backend}", None, ALLOWED, failure=reason(failure))
                 continue
             for row in found:

@@ -1,7 +1,7 @@
 """Cases near numeric limits: positions past 2^24, strides near 2^31 and tensors of more than 2^31 elements.
 
-Some whole rows and columns of each case are compared with the definition in fp64, with the tolerance of the exactness
-tests. Every case also has tiny sizes, to test this code on a CPU.
+Some whole rows and columns are compared with fp64, with the tolerance of the exactness tests. Tiny sizes test this code
+on a CPU.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ class Sample(NamedTuple):
 
 @dataclass
 class Case:
-    """The inputs of a case, and the samples that are compared."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -45,19 +43,16 @@ class Case:
     added: Added | None = None
     learned: Tensor | None = None  # a bias of pairs, compared in the rows of the samples
     dout: Tensor | None = None  # None: no gradients
-    decoded: dict[str, Tensor] = field(default_factory=dict)  # further arguments of a decoding step
-    cache: tuple[Tensor, Tensor] | None = None  # its keys and values, which `k` and `v` are views of
+    decoded: dict[str, Tensor] = field(default_factory=dict)  # of a decoding step
+    cache: tuple[Tensor, Tensor] | None = None  # what `k` and `v` are views of
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The device of a case, and whether its sizes are tiny."""
-
     device: torch.device
     tiny: bool
 
     def of(self, full: int, tiny: int) -> int:
-        """The full or the tiny size."""
         return tiny if self.tiny else full
 
     @property
@@ -66,12 +61,11 @@ class Scale:
         return torch.float16 if self.device.type == "cpu" else torch.bfloat16
 
     def randn(self, *shape: int) -> Tensor:
-        """Random leaf tensors that require gradients."""
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
 
 def _far(at: Scale, change: Callable[[Tensor], scores.Change], added: Callable[[Tensor, int, Tensor], Tensor]) -> Case:
-    """Few queries at the end of 16.9 million keys; each query sees a window. `added` gets the distances."""
+    """Few queries at the end of 16.9 million keys, each with a window. `added` takes the distances."""
     keys, queries, window, dim = at.of(16_905_216, 400), at.of(24, 20), at.of(128, 40), at.of(64, 16)
     q, k, v = at.randn(1, 2, queries, dim), at.randn(1, 2, keys, dim), at.randn(1, 2, keys, dim)
     slopes = torch.tensor([0.5, 2.0**-5], device=at.device)
@@ -128,7 +122,7 @@ def _alibi_of_all(at: Scale) -> Case:
 
 
 def _out_of_far_tokens(at: Scale) -> Case:
-    """Queries with tokens before heads; in that layout out would have a token stride of 16.9 million, and dout has."""
+    """Tokens before heads: out would have a token stride of 16.9 million, and dout has."""
     heads, tokens, dim, v_dim = at.of(66_100, 3), at.of(128, 40), at.of(64, 16), at.of(256, 32)
     q = at.randn(1, tokens, heads, dim).transpose(1, 2)
     k, v = at.randn(1, 1, tokens, dim), at.randn(1, 1, tokens, v_dim)
@@ -138,7 +132,7 @@ def _out_of_far_tokens(at: Scale) -> Case:
 
 
 def _expanded_keys(at: Scale) -> Case:
-    """Keys and values laid out sequence first and expanded to many heads."""
+    """Sequence first, expanded to many heads."""
     tokens, batch, heads, dim = at.of(128, 40), at.of(2_100, 2), at.of(64, 3), at.of(128, 16)
     q = at.randn(batch, heads, tokens, dim)
     k, v = (at.randn(tokens, batch, 1, dim).permute(1, 2, 0, 3).expand(batch, heads, tokens, dim) for _ in "kv")
@@ -148,7 +142,6 @@ def _expanded_keys(at: Scale) -> Case:
 
 
 def _bias_of_many_keys(at: Scale) -> Case:
-    """A learned bias with 17 million keys."""
     keys, queries, window, dim = at.of(17_000_000, 400), at.of(144, 40), at.of(128, 30), at.of(64, 16)
     q, k, v = at.randn(1, 1, queries, dim), at.randn(1, 1, keys, dim), at.randn(1, 1, keys, dim)
     values = at.randn(1, 1, queries, keys)
@@ -165,7 +158,6 @@ def _of_bias(values: Tensor) -> Added:
 
 
 def _large_bias(at: Scale) -> Case:
-    """A learned bias of more than 2^31 elements."""
     heads, tokens, dim = at.of(8, 2), at.of(17_000, 40), at.of(64, 16)
     q, k, v, values = *(at.randn(1, heads, tokens, dim) for _ in "qkv"), at.randn(1, heads, tokens, tokens)
     few = at.of(64, 40)
@@ -174,7 +166,6 @@ def _large_bias(at: Scale) -> Case:
 
 
 def _large_tensors(at: Scale) -> Case:
-    """More than 2^31 elements in each of q, k, v, out and the gradients."""
     batch, heads, tokens, dim, window = at.of(2, 1), at.of(128, 2), at.of(66_048, 80), at.of(128, 16), at.of(256, 30)
     q, k, v = (at.randn(batch, heads, tokens, dim) for _ in "qkv")
     last, seen = slice(tokens - window, tokens), slice(tokens - 2 * window, tokens)
@@ -184,7 +175,6 @@ def _large_tensors(at: Scale) -> Case:
 
 
 def _large_cache(at: Scale) -> Case:
-    """A step of decoding from a cache of more than 2^31 elements."""
     batch, kv_heads, room, dim = at.of(8, 2), at.of(8, 2), at.of(525_000, 100), at.of(64, 16)
     q = torch.randn(batch, 2 * kv_heads, 1, dim, dtype=at.dtype, device=at.device)
     k, v = (torch.randn(batch, kv_heads, room, dim, dtype=at.dtype, device=at.device) for _ in "kv")
@@ -197,7 +187,6 @@ def _steps(batch: int, heads: int, room: int) -> list[Sample]:
 
 
 def _large_pages(at: Scale) -> Case:
-    """A step of decoding from pages in random order, of more than 2^31 elements."""
     batch, heads, pages, page, dim = at.of(8, 2), at.of(8, 2), at.of(8_250, 7), at.of(64, 16), at.of(64, 16)
     q = torch.randn(batch, heads, 1, dim, dtype=at.dtype, device=at.device)
     shape = batch * pages, heads, page, dim
@@ -207,7 +196,7 @@ def _large_pages(at: Scale) -> Case:
     return Case(q, k, v, _steps(batch, heads, pages * page), decoded=given)
 
 
-CASES: dict[str, tuple[Callable[[Scale], Case], tuple[str, ...]]] = {  # by name: the case, and the backends that run it
+CASES: dict[str, tuple[Callable[[Scale], Case], tuple[str, ...]]] = {  # the backends that run it
     "alibi, 16.9M keys": (_alibi, ("triton",)),
     "log decay, 16.9M keys": (_log_decay, ("triton",)),
     "table, 16.9M keys": (_table, ("triton",)),
@@ -224,7 +213,6 @@ CASES: dict[str, tuple[Callable[[Scale], Case], tuple[str, ...]]] = {  # by name
 
 
 def compared(name: str, backend: str, at: Scale, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """The errors of a case, one row per result."""
     torch.manual_seed(seed)
     case = CASES[name][0](at)
     found, truths, plain_errors = _results(case, backend), [], dict[str, float]()
@@ -243,7 +231,6 @@ def compared(name: str, backend: str, at: Scale, seed: int = 0) -> Iterator[dict
 
 
 def _results(case: Case, backend: str) -> dict[str, Tensor]:
-    """The whole out, lse and gradients."""
     if case.decoded:
         out, lse = decode.attention_with_cache(case.q, case.k, case.v, **case.decoded, backend=backend, return_lse=True)
         return {"out": out, "lse": lse}
@@ -261,7 +248,6 @@ def _results(case: Case, backend: str) -> dict[str, Tensor]:
 
 
 def _keys(case: Case, sample: Sample) -> tuple[Tensor, Tensor]:
-    """The keys and values of a sample, [1, 1, m, .]."""
     batch, head = sample.batch, sample.head // (case.q.shape[1] // case.k.shape[1])
     if (table := case.decoded.get("block_table")) is not None:
         return tuple(x[table[batch], head].flatten(0, 1)[None, None, sample.keys] for x in (case.k, case.v))
@@ -269,7 +255,6 @@ def _keys(case: Case, sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def _by_definition(case: Case, sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The results of a sample, computed with dense matrices in a dtype."""
     here = slice(sample.batch, sample.batch + 1), slice(sample.head, sample.head + 1), sample.rows
     q, k, v = (x.to(dtype) for x in (case.q.detach()[here], *_keys(case, sample)))
     given = [x.requires_grad_() for x in (q, k, v)]
@@ -297,7 +282,6 @@ def _by_definition(case: Case, sample: Sample, dtype: torch.dtype) -> dict[str, 
 
 
 def _taken(found: Tensor, result: str, case: Case, sample: Sample) -> Tensor:
-    """The part of a whole result that `_by_definition` computes for a sample."""
     found = found[sample.batch : sample.batch + 1, sample.head : sample.head + 1]
     if result in ("dk", "dv"):
         return found[:, :, sample.keys][:, :, -sample.complete :]

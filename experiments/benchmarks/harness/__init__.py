@@ -16,7 +16,7 @@ May import `measurements`, `timing`, `interpreter` and `training`.
 
 from experiments.benchmarks.harness.bench import Bench
 from experiments.benchmarks.harness.options import Commit, Device, Out, Rounds, Seed, chosen
-from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, reason
+from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, passes, reason
 from experiments.measurements import slug
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "chosen",
     "difference",
     "failure_of",
+    "passes",
     "reason",
     "slug",
 ]

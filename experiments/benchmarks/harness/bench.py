@@ -1,5 +1,3 @@
-"""The run of a benchmark: ways are compared, timed in turns and recorded."""
-
 from __future__ import annotations
 
 import os
@@ -20,7 +18,7 @@ from experiments.training.environment import command_line
 
 
 class Bench:
-    """Measurements of one run, written after each case, so that a run that is cut short keeps its results."""
+    """Measurements of one run, written after each case."""
 
     def __init__(
         self, name: str, run: Run, out: Path, device: torch.device, *, rounds: int = 3, round_ms: float = 60.0
@@ -30,14 +28,14 @@ class Bench:
         self.path = out if out.suffix == ".jsonl" else out / f"{name}.jsonl"
         self.round_ms = round_ms if device.type == "cuda" else 0.0
         self.measurements: list[Measurement] = []
-        self.timed: dict[str, Timed] = {}  # the calls of the last case, recorded ones as graphs
+        self.timed: dict[str, Timed] = {}  # of the last case
 
     @classmethod
     def start(
         cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None,
         program: Sequence[str] = ("python",), seed: int | None = None, packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
-        """The run of `python -m experiments.benchmarks.module`, by default `name`, on a device that must be there."""
+        """The run of `python -m experiments.benchmarks.module`, by default `name`."""
         run_kernels_on(device.partition(":")[0])
         try:
             place = find_device(device)
@@ -45,7 +43,7 @@ class Bench:
             raise typer.BadParameter(str(failure)) from None
         command = command_line(f"experiments.benchmarks.{module or name}", program=program)
         run = current_run(place, command, commit=commit, seed=seed, packages=packages)
-        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun started, the first reports
+        if os.environ.get("RANK", "0") == "0":  # torchrun: the first reports
             print(table.about(run), flush=True)
         return cls(name, run, out, place, **options)
 
@@ -59,9 +57,9 @@ class Bench:
         print(f"{path}: {failure or f'{value:.4g} {unit}'}", flush=True)
 
     def time(self, case: str, ways: Mapping[str, Way], *, host_calls: int | None = None) -> dict[str, Timing]:
-        """Times the ways of a case in turns and records them, as milliseconds of the device.
+        """Times ways in turns and records milliseconds of the device.
 
-        ways: by PASS/WAY, or by WAY. host_calls: time microseconds of the host instead, in loops of this many calls.
+        ways: by PASS/WAY, or by WAY. host_calls: microseconds of the host instead, in loops of this many calls.
         """
         failures: dict[str, Exception] = {}
         timed = self.timed = {}
@@ -92,10 +90,9 @@ class Bench:
         return timings
 
     def save(self) -> None:
-        """Writes what has been measured so far."""
         write(self.path, self.run, self.measurements)
 
     def finish(self, over: str = table.OURS) -> None:
-        """Writes the record and prints its table. over: the way that the other ways' values are compared with."""
+        """Writes the record and prints its table, with ratios to the way `over`."""
         self.save()
         print(f"\n{table.markdown(self.measurements, over)}\n\nWritten: {self.path}", flush=True)

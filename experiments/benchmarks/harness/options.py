@@ -1,5 +1,3 @@
-"""Options that benchmarks share."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -18,7 +16,7 @@ T = TypeVar("T")
 
 
 def chosen(option: str, given: Iterable[T] | None, known: Iterable[T]) -> list[T]:
-    """The values of an option that may be repeated; all known values if it is missing. Refuses unknown values."""
+    """The values of a repeated option, by default all known ones. Refuses unknown values."""
     known, given = list(known), list(given or ())
     if unknown := [value for value in given if value not in known]:
         raise typer.BadParameter(f"{option} must be from {', '.join(map(str, known))}; got {unknown[0]}.")

@@ -8,13 +8,12 @@ from experiments.measurements import Measurement, Run, ratio
 
 OURS = "sparseflash"
 MOST_COLUMNS = 8
-# The settings of a call that are printed as rates: their unit, and how many of it are one.
+# Settings that are printed as rates: their unit, and how many are one.
 _RATES = {"flops": ("TFLOP/s", 1e12), "bytes": ("GB/s", 1e9), "items": ("/s", 1.0)}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def about(run: Run) -> str:
-    """Describes the run in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     helped = "".join(f"; {each}" for each in run.helped)
     return f"{run.device}, driver {run.driver}, {versions}; {run.commit}, {run.date}{helped}; {run.command}"
@@ -40,7 +39,6 @@ def markdown(measurements: Sequence[Measurement], over: str = OURS) -> str:
 
 
 def cell(row: dict[str, Measurement], way: str, over: str) -> str:
-    """A way's value in its row, with its rates and its ratio to ours."""
     found = row.get(way)
     if found is None:
         return "-"
@@ -60,7 +58,7 @@ def cell(row: dict[str, Measurement], way: str, over: str) -> str:
 
 
 def failures(measurements: Sequence[Measurement]) -> list[str]:
-    """Why values are missing: a line for each way and reason, with the cases."""
+    """A line for each way and reason, with the cases."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in measurements:
         if each.failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor
 
 Results = Tensor | tuple[Tensor, ...]
 
-# A peer counts as computing the same function if it differs from ours, which is verified, by less than this (Frobenius
-# norms). Rounding stays well below it; a wrong mask or a wrong scale does not.
+# A peer computes the same function if it differs from ours by less (Frobenius norms): more than rounding, less than a
+# wrong mask or scale.
 SAME_FUNCTION = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 3e-3, torch.float64: 1e-6}
 _LONGEST_REASON = 200
 
@@ -28,9 +28,8 @@ class Unavailable(Exception):
 class Way:
     """A call to time. The settings `flops` and `bytes`, per call, are printed as rates.
 
-    like: another way of the same case. The results must agree with its results before this way is timed.
-    recorded: on a GPU, the call is timed as a CUDA graph.
-    peer: a failure is recorded; the failure of a way of ours is raised.
+    like: a way of the same case whose results must agree. recorded: on a GPU, time a CUDA graph. peer: a failure is
+    recorded, not raised.
     """
 
     call: Callable[[], Any]
@@ -41,17 +40,24 @@ class Way:
     peer: bool = False
 
 
+def passes(
+    run: Callable[[], Tensor], wanted: Sequence[Tensor], dout: Tensor
+) -> dict[str, Callable[[], Tensor | tuple[Tensor, ...]]]:
+    """A forward without gradients, and a forward and the backward to `wanted`."""
+    return {"forward": torch.no_grad()(run), "both": lambda: torch.autograd.grad(run(), wanted, dout)}
+
+
 def difference(result: Tensor, ours: Tensor) -> float:
     """||result - ours|| / ||ours||, in Frobenius norms."""
     apart, size = 0.0, 0.0
-    for one, other in zip(result, ours):  # one batch element at a time: fp32 copies of all would double the memory
+    for one, other in zip(result, ours):  # fp32 copies of all would double the memory
         apart += float((one.float() - other.float()).norm()) ** 2
         size += float(other.float().norm()) ** 2
     return math.sqrt(apart / size)
 
 
 def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exception | None:
-    """The reason why a peer must not be timed: it fails, or its results differ from ours. None otherwise."""
+    """Why a peer must not be timed: it fails, or its results differ."""
     try:
         results, expected = peer(), ours()
     except Exception as failure:
@@ -66,11 +72,11 @@ def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exce
 
 
 def reason(failure: Exception) -> str:
-    """A failure in one line: the peer's words if it cannot serve a case, otherwise the exception's type and text."""
+    """A failure in one line."""
     if isinstance(failure, Unavailable):
         return f"skipped: {failure}"
     if isinstance(failure, torch.OutOfMemoryError):
         return "out of memory"
     first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-    first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
+    first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # local folders
     return f"{type(failure).__name__}: {first}"[:_LONGEST_REASON]

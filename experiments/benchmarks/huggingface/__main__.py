@@ -119,7 +119,6 @@ def generate(
 
 
 def _start(name: str, device: str, commit: str | None, out: Path, small: bool, rounds: int) -> Bench:
-    """Starts a run, after checking that Transformers is installed."""
     try:
         import transformers
     except ImportError as error:
@@ -132,7 +131,7 @@ def _start(name: str, device: str, commit: str | None, out: Path, small: bool, r
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """bf16; on a CPU, a trial, fp32."""
+    """bf16; fp32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Checks that the errors of a model's logits and gradients are at most twice eager's in the same dtype."""
+"""Errors of a model's logits and gradients, at most twice eager's in the same dtype."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from experiments.benchmarks.huggingface.implementations import with_attention
 from sparseflash.testing import Comparison, compare_results, draws_for, plain_errors
 
 ZERO = 1e-9  # of the summands' magnitude, because the sum cancels
-_FUSED = "sdpa: "  # prefix of results by PyTorch's own attention
+_FUSED = "sdpa: "
 Inputs = Callable[[int], Mapping[str, Tensor]]  # by seed; with labels
 
 
 class _Fp64Stays(TorchFunctionMode):
-    """Keeps fp64 tensors in fp64, although models cast norms and the softmax to fp32 by name.
+    """Keeps fp64, although models cast norms and the softmax to fp32 by name.
 
-    Positions are kept too: some versions multiply them by frequencies in fp64.
+    Some versions multiply positions by frequencies in fp64.
     """
 
     def __torch_function__(
@@ -41,7 +41,7 @@ class _Fp64Stays(TorchFunctionMode):
 def results_of(
     model: nn.Module, inputs: Mapping[str, Tensor], call: Callable[..., Any] | None = None
 ) -> dict[str, Any]:
-    """The logits and the gradients of all parameters that take part. call: the model as it is called, if compiled."""
+    """Logits and gradients. call: the model as it is called, if compiled."""
     model.zero_grad(set_to_none=True)
     out = (model if call is None else call)(**inputs)  # a compiled model has no truth value
     out.loss.backward()
@@ -51,10 +51,10 @@ def results_of(
 
 
 class Truth:
-    """The results of a model with eager attention in fp64, with its current weights.
+    """The results with eager attention in fp64.
 
-    Also the magnitudes of the summands of bias gradients, because the gradient of a key bias cancels to 0: the softmax
-    ignores what shifts all scores of a query.
+    Also the magnitudes of the summands of bias gradients: a key bias's cancels to 0, because the softmax ignores what
+    shifts all scores of a query.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -86,9 +86,8 @@ class Truth:
 class Yardstick:
     """The truth of one batch, and the errors of "eager" over several.
 
-    Gradients of key biases are 0. Their errors are taken from PyTorch's own attention if larger than eager's: like this
-    library, it subtracts the product of the rounded output and its gradient, whereas "eager" subtracts a sum over its
-    weights, which cancels almost exactly.
+    Errors of gradients of key biases, which are 0, are the larger of eager's and SDPA's: like this library, SDPA
+    subtracts the product of the rounded output and its gradient.
     """
 
     inputs: Mapping[str, Tensor]
@@ -98,7 +97,6 @@ class Yardstick:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs) -> Yardstick:
-        """The yardstick of a model with eager attention, in the model's dtype."""
         if model.config._attn_implementation != "eager":  # type: ignore[union-attr]
             raise ValueError(f"model must have eager attention; got {model.config._attn_implementation}.")  # type: ignore[union-attr]
         truth_of = Truth(model)
@@ -109,7 +107,6 @@ class Yardstick:
         fused = with_attention(model, "sdpa") if zeros else None
 
         def drawn(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            """Results of "eager" and the truth, then the zero gradients of PyTorch's own attention, prefixed."""
             plain, exact = results_of(model, inputs(seed)), truth if seed == 0 else truth_of(inputs(seed))[0]
             if fused is None:
                 return plain, exact
@@ -124,7 +121,6 @@ class Yardstick:
         return cls(inputs(0), truth, plain, magnitudes)
 
     def compare(self, model: nn.Module, call: Callable[..., Any] | None = None) -> Comparison:
-        """The errors of the logits and of each parameter's gradient, beside the allowed errors."""
         got = results_of(model, self.inputs, call)
         if got.keys() != self.truth.keys():
             raise ValueError(f"every parameter must have a gradient; got others of {got.keys() ^ self.truth.keys()}.")
@@ -132,5 +128,4 @@ class Yardstick:
 
 
 def worst(found: Comparison) -> tuple[str, float]:
-    """The result with the largest error in units of the allowed error, and this ratio."""
     return max(found.ratios.items(), key=lambda each: each[1])

@@ -24,8 +24,6 @@ SAME = "the same"
 
 @dataclass(frozen=True)
 class Way:
-    """An attention implementation and a kind of cache."""
-
     implementation: str
     cache: str
 
@@ -34,12 +32,11 @@ class Way:
 
     @property
     def path(self) -> str:
-        """The way in names of measurements."""
         return f"{slug(self.cache)}/{recorded_as(self.implementation)}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `generate`, which by itself compiles the steps after the prompt with a static cache on a GPU."""
+        """`generate` by itself compiles the steps after the prompt with a static cache on a GPU."""
         if self.cache == DYNAMIC:
             return {}
         return {"cache_implementation": "static", "disable_compile": self.cache == STATIC}
@@ -47,7 +44,7 @@ class Way:
 
 @dataclass
 class _Stamps:
-    """A streamer that records when the host receives the prompt and each new token."""
+    """Records when the host receives the prompt and each new token."""
 
     device: torch.device
     seconds: list[float] = field(default_factory=list)
@@ -61,24 +58,21 @@ class _Stamps:
 
 
 def generated(model: nn.Module, ids: Tensor, new: int, way: Way, **options: Any) -> Tensor:
-    """The new tokens `[B, new]`, the most probable ones."""
+    """The most probable new tokens `[B, new]`."""
     choice = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     tokens: Tensor = model.generate(ids, **choice, **way.options, **options)  # type: ignore[operator]
     return tokens[:, ids.shape[1] :]
 
 
 def drawn(model: nn.Module, batch: int, length: int) -> Tensor:
-    """Prompts of random tokens."""
     config: Any = model.config
     generator = torch.Generator().manual_seed(1)
     return torch.randint(1, config.vocab_size, (batch, length), generator=generator).to(next(model.parameters()).device)
 
 
 def same_tokens(model: nn.Module, ways: Sequence[Way]) -> dict[str, str]:
-    """For each way, whether it gives the tokens of eager attention with a dynamic cache, or where they differ first.
-
-    model: in fp32, in which rounding seldom decides which token is the most probable.
-    """
+    """Whether each way gives eager's tokens, or where they differ first. model: in fp32, so that rounding seldom
+    decides."""
     ids = drawn(model, 2, CHECKED_PROMPT)
     tokens = torch.ones_like(ids)
     tokens[0, :CHECKED_LEFT] = 0
@@ -98,10 +92,7 @@ def same_tokens(model: nn.Module, ways: Sequence[Way]) -> dict[str, str]:
 def measure(
     bench: Bench, model: nn.Module, ways: Sequence[Way], prompt: int, batch: int, *, new: int, late: Callable[[], bool]
 ) -> None:
-    """Milliseconds of a prompt and of each token that follows, in every row of the batch; ways take turns.
-
-    new: tokens to generate, at least two.
-    """
+    """Milliseconds of a prompt and of each of the `new` tokens, at least two; ways take turns."""
     ids = drawn(model, batch, prompt)
     models: dict[str, nn.Module] = {}
     failures: dict[Way, str] = {}
@@ -122,7 +113,7 @@ def measure(
                 begin = time.perf_counter()
                 stamps = _Stamps(bench.device)
                 generated(models[way.implementation], ids, new, way, streamer=stamps)
-                if number == 0:  # in which all is compiled
+                if number == 0:  # all is compiled
                     bench.add(f"{batch}x{prompt}-first/{way.path}", time.perf_counter() - begin, "s")
                     if (peak := peak_memory(bench.device)) is not None:
                         bench.add(f"{batch}x{prompt}-peak/{way.path}", peak / 2**30, "GiB")

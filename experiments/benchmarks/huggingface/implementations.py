@@ -1,5 +1,3 @@
-"""The attention implementations of Transformers, and models that have one each but share their weights."""
-
 from __future__ import annotations
 
 import copy
@@ -11,11 +9,10 @@ from torch import nn
 from sparseflash import huggingface
 
 OURS = "sparseflash"
-_REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of a FlashAttention
+_REGISTERED = "block_sparse"  # a name with "flash" would be a FlashAttention
 
 
 def available() -> list[str]:
-    """The available implementations: Transformers' own, FlashAttention where it is installed, and this library's."""
     from transformers import utils
 
     installed = {
@@ -27,15 +24,12 @@ def available() -> list[str]:
 
 
 def recorded_as(implementation: str) -> str:
-    """The implementation in names of measurements."""
     return {"flex_attention": "flex", "flash_attention_4": "fa4"}.get(implementation, implementation)
 
 
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
-    """The same model, with the same parameters and buffers, that computes its attention in this way.
-
-    Raises what Transformers raises, or ValueError where it only warns, if the model does not have this implementation.
-    """
+    """The same parameters and buffers with this attention. Raises what Transformers raises, or ValueError where it only
+    warns."""
     shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
     made = copy.deepcopy(model, shared)
     name = implementation
@@ -53,13 +47,12 @@ def with_attention(model: nn.Module, implementation: str) -> nn.Module:
 
 
 def _used(module: nn.Module, default: str) -> str:
-    """The attention implementation that a part of a model names, or the default."""
     used: str = getattr(getattr(module, "config", None), "_attn_implementation", default)
     return used
 
 
 def release(device: torch.device) -> None:
-    """Frees unused memory, including a failed call's."""
+    """Frees unused memory, also a failed call's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,5 +1,3 @@
-"""Exactness and speed of one model with each attention implementation; what cannot run is recorded with its reason."""
-
 from __future__ import annotations
 
 import time
@@ -20,20 +18,19 @@ from experiments.training.environment import peak_memory
 ERROR, FORWARD, STEP = "exactness", "forward", "training-step"
 CHECKED_TOKENS, CHECKED_BATCH = 150, 2
 GIB = 2**30
-ALLOWED = "of what is allowed"  # the unit of errors
+ALLOWED = "of what is allowed"
 
 Late = Callable[[], bool]
 
 
 def deadline(minutes: float | None) -> Late:
-    """Returns a function that says whether `minutes` minutes have passed."""
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     return lambda: time.monotonic() > end
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. tokens, batch: None for the shape's own. late: nothing begins once it is true."""
+    """tokens, batch: None for the shape's own. late: nothing begins once it is true."""
 
     tokens: int | None = None
     batch: int | None = None
@@ -43,7 +40,6 @@ class Options:
 
 
 def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
-    """The largest error of logits and gradients in units of the allowed error, for each implementation but "eager"."""
     failures: dict[str, str] = {}
     tokens = min(CHECKED_TOKENS, options.tokens or CHECKED_TOKENS)
     try:
@@ -67,7 +63,6 @@ def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options
 
 
 def speed(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
-    """Milliseconds of a forward pass and of a training step, implementations in turns, and what the first call took."""
     tokens, batch = options.tokens or shape.tokens, options.batch or shape.batch
     models: dict[str, nn.Module | str] = {}  # or the reason why it is missing
     ways: dict[str, Way] = {}
@@ -102,7 +97,7 @@ def _prepared(model: nn.Module, name: str, compiles: bool) -> nn.Module | str:
 
 
 def _forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    # Without labels, except for an encoder-decoder, whose decoder reads them.
+    # The decoder of an encoder-decoder reads labels.
     is_pair = model.config.is_encoder_decoder  # type: ignore[union-attr]
     given = {name: each for name, each in inputs.items() if name != "labels"}
     if is_pair:
@@ -124,7 +119,7 @@ def _training_step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
 
 
 def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: nn.Module) -> str:
-    """Makes two calls: the first compiles, the second records the memory. Returns the reason if they fail."""
+    """The first call compiles, the second records the memory. Returns the reason if they fail."""
     failed = ""
     try:
         seconds, _ = first_call(call, bench.device)
@@ -137,18 +132,16 @@ def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: n
             bench.add(path.format("peak"), peak / GIB, "GiB")
     except Exception as failure:
         failed = reason(failure)
-    weights.zero_grad(set_to_none=True)  # which a failed step may have left; all models share them
+    weights.zero_grad(set_to_none=True)  # all models share them
     release(bench.device)
     return failed
 
 
 def measure(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
-    """A model: exactness first, then speed."""
     import torch._dynamo
 
-    torch._dynamo.reset()  # graphs of other models
-    # Each implementation compiles its own graphs of the same code, and FlexAttention one for each layout. Past the
-    # default limits PyTorch would run uncompiled, with only a warning.
+    torch._dynamo.reset()
+    # Each implementation compiles graphs of its own. Past the limits PyTorch would only warn.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2048
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for part in (exactness, speed):
@@ -157,6 +150,5 @@ def measure(bench: Bench, shape: Shape, names: Sequence[str], options: Options, 
 
 
 def inexact(measurements: Sequence[Measurement]) -> list[str]:
-    """The models that were not exact with this library's attention."""
     ours = [each for each in measurements if each.name.endswith(f"/{ERROR}/{OURS}")]
     return [each.name.split("/")[1] for each in ours if each.value is not None and not each.value <= 1.0]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-VOCABULARY = 8192  # of published ones 30,522 to 256,000, whose last layer would take more time than attention
+VOCABULARY = 8192  # the last layer of a published one, 30,522 to 256,000, would take more time than attention
 
-# Widths for a trial on a CPU. Larger weights than the default's 0.02, or attention would be almost uniform.
+# For a trial on a CPU. With weights of 0.02, the default, attention would be almost uniform.
 _TINY = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2,
@@ -22,9 +22,9 @@ _TINY = {
 class Shape:
     """A model of random weights, and the size of its inputs.
 
-    model, config: names of Transformers' classes. small: changes for a trial. checked: changes for the comparison with
-    "eager". positions: the setting that must be as large as a sequence is long. without: implementations that break
-    later runs, with the reason. tokens: per row, or 0 for images. batch: rows or images of a step.
+    model, config: classes of Transformers. small: changes for a trial. checked: changes for the comparison with
+    "eager". positions: the setting that must be a sequence's length. without: implementations that break later runs,
+    with the reason. tokens: per row, 0 for images. batch: rows of a step.
     """
 
     name: str
@@ -41,11 +41,10 @@ class Shape:
 
     @property
     def unit(self) -> str:
-        """What a rate counts."""
         return "tokens/s" if self.tokens else "images/s"
 
     def made(self, dtype: torch.dtype, device: torch.device, *, tokens: int, small: bool, check: bool) -> nn.Module:
-        """The model, with eager attention. check: for the comparison with it, of `checked` settings."""
+        """With eager attention. check: of `checked` settings."""
         import transformers
 
         values = {**self.settings, **(self.small if small else {}), **(self.checked if check else {})}
@@ -53,7 +52,7 @@ class Shape:
             values[self.positions] = tokens
         config = getattr(transformers, self.config)(**values, pad_token_id=0)
         torch.manual_seed(0)
-        # The grouped product of experts has no fp64, and attention is the subject of the comparison.
+        # The grouped product of experts has no fp64.
         experts = {"experts_implementation": "eager"} if check and "num_local_experts" in values else {}
         with device:
             made: nn.Module = getattr(transformers, self.model)._from_config(
@@ -62,13 +61,12 @@ class Shape:
         with torch.no_grad():
             for name, parameter in made.named_parameters():
                 if "sink" in name or "relative" in name:
-                    parameter.normal_()  # they begin empty, or at 0
+                    parameter.normal_()
         return made.to(device).eval()
 
     def inputs(
         self, model: nn.Module, device: torch.device, *, tokens: int, batch: int, seed: int = 0
     ) -> dict[str, Tensor]:
-        """A batch of random tokens or images, with labels for the loss."""
         generator = torch.Generator().manual_seed(seed)
         config: Any = model.config
         if not self.tokens:
@@ -85,7 +83,6 @@ class Shape:
         return {"input_ids": source, "labels": drawn(max(1, tokens // 4)) if config.is_encoder_decoder else source}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        """The tokens (of source and target) or images of a batch."""
         if not self.tokens:
             return len(inputs["pixel_values"])
         source, target = inputs["input_ids"], inputs["labels"]
@@ -173,7 +170,6 @@ SHAPES = (
 
 
 def generating(layers: int, heads: int, kv_heads: int, dim: int, *, small: bool) -> Shape:
-    """Layers of Llama 3.1 8B, for the generation of tokens."""
     sizes = {
         "vocab_size": VOCABULARY, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "bos_token_id": None,

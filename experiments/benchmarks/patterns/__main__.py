@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 RESULTS = Path("experiments/results/patterns.json")
-# FlexAttention is measured on these patterns. It evaluates all scores, so variants of a rule take equally long.
+# FlexAttention evaluates all scores: variants of a rule take equally long.
 PEERS = ("families", "all", "none")
 
 Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name; may be repeated. All by default.")]
@@ -95,10 +95,10 @@ def make_table(
                 for mode in flex.MODES
             ]
             row = replace(row, eager=found[0], compiled=found[1])
-        elif pattern.name in rows:  # measured before and not requested now
+        elif pattern.name in rows:
             row = replace(row, eager=rows[pattern.name].eager, compiled=rows[pattern.name].compiled)
         rows[pattern.name] = row
-        # After every pattern, so that a run that is cut short keeps its measurements.
+        # A run that is cut short keeps its measurements.
         table.save((rows[name] for name in _order(rows)), results)
     text = table.markdown([rows[name] for name in _order(rows)])
     print(text)
@@ -112,12 +112,10 @@ def make_table(
 
 
 def is_asked(peers: str, pattern: Pattern) -> bool:
-    """Whether FlexAttention is measured for a pattern."""
     return pattern.live is not None and (peers == "all" or (peers == "families" and not pattern.is_variant))
 
 
 def _order(rows: dict[str, Row]) -> list[str]:
-    """The names that are still in the catalogue, in its order."""
     return [pattern.name for pattern in PATTERNS if pattern.name in rows]
 
 

@@ -1,7 +1,7 @@
 """The patterns that the gallery draws and the table measures, with one entry each.
 
-To add a pattern, add an entry to the list of its group in `entries/`; `test_patterns_catalogue.py` compares its `live`
-with its builder, and fails if a public function of `sparseflash.masks` has no entry.
+To add a pattern, add an entry in `entries/`; `test_patterns_catalogue.py` compares its `live` with its builder, and
+fails if a public function of `sparseflash.masks` has no entry.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATTERNS: list[Pattern] = [
 
 
 def select(names: Sequence[str] | None) -> list[Pattern]:
-    """The entries with these names, in the catalogue's order; all entries if no names are given."""
+    """In the catalogue's order; all if no names are given."""
     if not names:
         return PATTERNS
     known = {pattern.name for pattern in PATTERNS}

@@ -1,5 +1,3 @@
-"""Every pattern on one page."""
-
 from __future__ import annotations
 
 import textwrap
@@ -19,7 +17,7 @@ from sparseflash.draw.scores import kinds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# In pixels of the page. A picture has one pixel for each cell, so that scaling neither blurs nor loses anything.
+# In pixels of the page; a picture has one pixel a cell.
 CELLS = 256
 SIDE = 312  # of a panel, which is a picture and its margins
 ABOVE, BELOW = 48, 64  # above a picture: name and density; below: up to three lines of rule
@@ -43,12 +41,8 @@ def page(
     columns: int = 5,
     done: Callable[[Pattern], None] = lambda pattern: None,
 ) -> Figure:
-    """A figure with a panel for each pattern, in rows by group; of patterns that differ by head it shows the second
-    head.
-
-    `done` is called after each pattern.
-    """
-    # Imported only here, because importing matplotlib takes a second.
+    """A panel for each pattern, in rows by group; of patterns that differ by head the second head."""
+    # Importing matplotlib takes a second.
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -87,10 +81,10 @@ def page(
                 interpolation="antialiased",
                 zorder=1,
             )
-            # Around the picture, not over its edge, because the first keys matter in many patterns.
+            # The first keys matter in many patterns.
             panel.spines[:].set_position(("outward", 72 / DPI))
             if tokens <= 64 * block:  # finer lines would hide the cells
-                # One artist, because ticks with grid lines would take most of the drawing time.
+                # Ticks with grid lines would take most of the drawing time.
                 at = range(block, tokens, block)
                 lines = [((x, 0), (x, tokens)) for x in at] + [((0, x), (tokens, x)) for x in at]
                 panel.add_collection(LineCollection(lines, colors=GRID, linewidths=0.4, alpha=0.35, zorder=2))
@@ -110,7 +104,7 @@ def title(tokens: int, block: int) -> str:
 
 
 def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
-    """One head as an RGB image of at most CELLS x CELLS cells of equal size, each a whole number of scores.
+    """One head as an RGB image of at most CELLS x CELLS cells of a whole number of scores.
 
     A cell with a live score is never as pale as one without, so that single lines of scores remain visible.
     """
@@ -130,10 +124,10 @@ def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes the page as a PNG file with a palette, which halves its size because there are few colours."""
+    """A palette halves the size of the PNG file."""
     from io import BytesIO
 
-    from PIL import Image  # comes with matplotlib
+    from PIL import Image
 
     drawn = BytesIO()
     figure.savefig(drawn, format="png")

@@ -1,5 +1,3 @@
-"""The numbers of one pattern: density, tiles, layers, time to build, bytes."""
-
 from __future__ import annotations
 
 import gc
@@ -19,19 +17,17 @@ NEVER, BY_DATA = "never", "-"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table."""
-
     name: str
     group: str
     rule: str
-    density: float  # at `at` tokens: live scores over all scores, mean over heads
-    tiles: float  # at `at` tokens: live tiles per head
-    at: int  # tokens
-    layers: int | str  # at `at` tokens, until every key (causal: every earlier one) influences every query, or NEVER
+    density: float  # live scores over all scores, mean over heads
+    tiles: float  # live, per head
+    at: int
+    layers: int | str  # until every key (causal: every earlier one) influences every query, or NEVER
     tokens: int  # at which building was timed
     seconds: float  # median
-    megabytes: float  # size of that mask in 10^6 bytes
-    eager: Peer | None = None  # FlexAttention; None if not measured
+    megabytes: float  # 10^6 bytes
+    eager: Peer | None = None  # None: not measured
     compiled: Peer | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -44,7 +40,7 @@ class Row:
 
 
 def measure(pattern: Pattern, *, tokens: int | None = None, at: int = AT, block: int = BLOCK, repeats: int = 5) -> Row:
-    """Measures a pattern, without the peers. `tokens` replaces the pattern's own length for building."""
+    """Without the peers. `tokens` replaces the pattern's own length."""
     tokens = pattern.tokens if tokens is None else tokens
     counted = pattern.build(at, block).canonical()
     seconds, built = build_time(pattern, tokens, block, repeats)
@@ -57,7 +53,7 @@ def measure(pattern: Pattern, *, tokens: int | None = None, at: int = AT, block:
 
 
 def build_time(pattern: Pattern, tokens: int, block: int, repeats: int) -> tuple[float, BlockMask]:
-    """Median seconds of building the mask, after one build that is not counted."""
+    """The median, after one build that is not counted."""
     pattern.build(tokens, block)
     times = []
     for _ in range(repeats):
@@ -69,13 +65,12 @@ def build_time(pattern: Pattern, tokens: int, block: int, repeats: int) -> tuple
 
 
 def tiles_a_head(mask: BlockMask) -> float:
-    """Live tiles, averaged over heads and batch elements."""
     counts = mask.indptr[:: mask.blocks[0]].diff()
     return float(counts[mask.pattern.long()].double().mean())
 
 
 def layers(pattern: Pattern, tokens: int, block: int) -> int | None:
-    """Layers until every query is influenced by every key (causal: every earlier one); None: never."""
+    """Until every query is influenced by every key (causal: every earlier one); None: never."""
     from sparseflash.analysis import layers_to_full_reach
 
     stack = [pattern.build(tokens, block)] if pattern.stack is None else list(pattern.stack(tokens, block))

@@ -1,5 +1,3 @@
-"""The rows as JSON, and as a Markdown table that is written between two marks of a file."""
-
 from __future__ import annotations
 
 import json
@@ -23,11 +21,10 @@ COLUMNS = (
     "Flex, eager",
     "Flex, compiled",
 )
-LEFT = 2  # columns of text; the others are numbers
+LEFT = 2  # of text
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table with one row for each pattern, in the given order."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * LEFT + "---:|" * (len(COLUMNS) - LEFT)]
     for row in rows:
         cells = (
@@ -47,7 +44,6 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def peer(found: Peer | None) -> str:
-    """The longest mask that the peer could build, its time and its memory."""
     if found is None:
         return "-"
     return f"{length(found.tokens)}: {duration(found.seconds)}, {size(found.megabytes)}"
@@ -70,7 +66,7 @@ def size(megabytes: float) -> str:
 
 
 def put(text: str, path: Path) -> None:
-    """Replaces the text between the two marks of a file, or appends it with marks if the file has none."""
+    """Replaces the text between two marks of a file, or appends it with marks."""
     old = path.read_text(encoding="utf-8") if path.exists() else "# The pattern library\n"
     between = f"{BEGIN}\n{text}\n{END}"
     if old.count(BEGIN) > 1 or old.count(BEGIN) != old.count(END):
@@ -85,7 +81,6 @@ def put(text: str, path: Path) -> None:
 
 
 def load(path: Path) -> dict[str, Row]:
-    """The rows that were measured before, by name."""
     if not path.exists():
         return {}
     with reading(path, "a JSON file of rows that this command has written"):

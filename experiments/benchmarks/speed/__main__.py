@@ -19,11 +19,11 @@ from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
-QUICK_MINUTES = 2.7  # a case that begins before this ends within three minutes
+QUICK_MINUTES = 2.7  # a case ends within three minutes
 
 
 def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    """The values of an option that may be repeated, or have several values separated by commas."""
+    """Values of an option that may be repeated, or separated by commas."""
     return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
 
 

@@ -1,4 +1,4 @@
-"""The cases that are measured: one `Case` for each line of the tables, in groups that each answer one question."""
+"""The cases, in groups that each answer one question."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 FORWARD, BACKWARD, BOTH, MEMORY = "forward", "backward", "both", "memory"
 WAYS = (FORWARD, BACKWARD, BOTH)
-# A backward runs five matrix products of the same size as the forward's two.
+# A backward runs five matrix products, a forward two.
 FLOPS_OF_PASS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
 
-# The question that each group answers, and its minutes on one H100 with every peer, mostly spent compiling the peers.
+# The question of each group, and its minutes on one H100 with every peer.
 GROUPS = {
     "masks": "All masks at 16384 tokens: is time in proportion to density? (4 minutes)",
     "memory": "Peak memory of forward and backward up to 1M tokens: is it linear? (1 minute)",
@@ -33,8 +33,7 @@ ON_REQUEST = "workloads"
 class Case:
     """q of shape [batch, heads, length, head_dim] under the mask `kind` of patterns.py; k and v have `kv_heads` heads.
 
-    `passes`: FORWARD (without gradients), BACKWARD, BOTH (one call of each), MEMORY (peak of one BOTH). `main`: one of
-    the cases of `--quick`. `sizes`: of the mask, as KINDS in patterns.py says.
+    `main`: of `--quick`. `sizes`: of the mask, as KINDS in patterns.py says.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Case:
     group: str = "masks"
     kv_heads: int | None = None  # None: as many as `heads`
     tf32: bool = False  # matrix products of fp32 in TF32
-    tuned: bool = False  # also time FlexAttention under max-autotune
+    tuned: bool = False  # time FlexAttention's max-autotune, too
     sizes: tuple[int, ...] = ()
     keys: int | None = None  # None: as many as queries
     v_dim: int | None = None  # None: as the head dim
@@ -65,22 +64,20 @@ class Case:
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, or tf32."""
         return "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
 
     @property
     def path(self) -> str:
-        """The case in names of measurements: its mask in the groups masks, windows and blocks, otherwise its name."""
+        """The mask in the groups masks, windows and blocks, otherwise the name."""
         if self.group in ("masks", "windows"):
             return f"{self.kind}/{self.head_dim}"
         if self.group == "blocks":
-            block = self.name.partition("-")[0].removeprefix("block")  # which a shrunk case keeps
+            block = self.name.partition("-")[0].removeprefix("block")  # kept by a shrunk case
             return f"blocks-of-{block}/{self.kind}/{self.head_dim}"
         return f"{self.name}/{self.head_dim}"
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that a reader needs to repeat the case."""
         found: dict[str, object] = {
             "mask": self.kind, "batch": self.batch, "heads": self.heads, "kv_heads": self.heads_of_keys,
             "tokens": self.length, "head_dim": self.head_dim, "dtype": self.arithmetic, "block": self.block,
@@ -89,7 +86,7 @@ class Case:
         return found | {name: value for name, value in more.items() if value}
 
     def shrunk(self, length: int, block: int) -> Case:
-        """The same case with one sequence of `length` tokens, two heads and mask blocks of `block` tokens."""
+        """One sequence, two heads."""
         grouped = self.heads_of_keys < self.heads
         small = replace(self, batch=1, heads=2, kv_heads=1 if grouped else None, length=length, block=block)
         if self.group != ON_REQUEST:
@@ -102,7 +99,7 @@ class Case:
 
 
 def useful_flops(case: Case, kept: float, direction: str) -> float:
-    """2 * (D + Dv) * kept scores * heads * batch forward, 2.5 times as many backward. Dead scores do not count."""
+    """2 * (D + Dv) * kept scores * heads * batch forward."""
     dims = case.head_dim + (case.v_dim or case.head_dim)
     return 2.0 * dims * kept * case.heads * case.batch * FLOPS_OF_PASS[direction]
 
@@ -172,11 +169,11 @@ CASES: tuple[Case, ...] = (
         for n in (16384, 65536, 262144, 1048576)
     ),
     *(
-        # At least 32768 tokens in all, so that short sequences fill the GPU, too.
+        # Short sequences fill the GPU, too.
         Case(f"n{name}-{kind}", kind, max(1, 32768 // n), 8, n, 64, group="lengths")
         for n, name in LENGTHS.items()
         for kind in ("local", "butterfly", "dense")
-        if kind != "dense" or n <= 65536  # dense attention over a million tokens would take 20 s per call
+        if kind != "dense" or n <= 65536  # a million tokens would take 20 s per call
     ),
     *(
         Case(f"{name}-{kind}", kind, *shape, group="shapes")
@@ -211,7 +208,7 @@ CASES: tuple[Case, ...] = (
         for kind in ("window256", "window64")
     ),
     *(
-        # Masks of one shape whose blocks are all full share the tuned kernel, so three cost little more than one.
+        # Masks of one shape whose blocks are all full share the tuned kernel.
         Case(f"tuned-d{dim}-{kind}", kind, 1, heads, 16384, dim, group="tuned", tuned=True)
         for dim, heads in (D64, D128)
         for kind in ("butterfly", "bigbird", "random12")

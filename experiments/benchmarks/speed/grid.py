@@ -1,19 +1,19 @@
 """The rule of neighbourhood attention on an image whose tokens are ordered tile by tile.
 
-One tile of the image is one mask block, so that near tokens share blocks. The rule uses only `//`, `%`, comparisons,
-`&` and `|`, so the same code runs on PyTorch's tensors and inside the kernels of FlexAttention and FlashAttention-4.
+One tile of the image is one mask block. The rule uses only `//`, `%`, comparisons, `&` and `|`, so it also runs inside
+the kernels of FlexAttention and FlashAttention-4.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-WINDOW = 33  # tokens on each side
-TILES = {16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}  # tokens a block -> rows and columns of a tile
+WINDOW = 33  # tokens
+TILES = {16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}  # rows and columns of a tile
 
 
 class Grid(NamedTuple):
-    """An image of `height x width` tokens in tiles of `tile_height x tile_width`, and the window of a query."""
+    """In tokens; the window of a query."""
 
     height: int
     width: int
@@ -23,7 +23,7 @@ class Grid(NamedTuple):
     window_width: int
 
     def live(self, q: Any, k: Any) -> Any:
-        """Whether score (q, k) is live, for positions in the order of tiles, of any type that has the operators."""
+        """For positions in the order of tiles."""
         q_row, q_col = self._place(q)
         k_row, k_col = self._place(k)
         return near(q_row, k_row, self.height, self.window_height) & near(q_col, k_col, self.width, self.window_width)
@@ -38,14 +38,13 @@ class Grid(NamedTuple):
 
 
 def near(q: Any, k: Any, side: int, window: int) -> Any:
-    """Whether k is in the window of q, on one axis."""
-    # The window begins at s = min(max(q - window // 2, 0), side - window); s <= k < s + window without minima.
+    # s <= k < s + window with s = min(max(q - window // 2, 0), side - window), without minima.
     first = q - window // 2
     return ((k >= first) | (k >= side - window)) & ((k < first + window) | (k < window))
 
 
 def grid(length: int, block: int) -> Grid:
-    """The most square image of `length` tokens in whole tiles of `block` tokens."""
+    """The most square image in whole tiles of `block` tokens."""
     tile_height, tile_width = TILES[block]
     count = length // block
     shapes = [(rows * tile_height, count // rows * tile_width) for rows in range(1, count + 1) if count % rows == 0]

@@ -1,4 +1,4 @@
-"""The masks of the benchmark as a user of the library makes them, with the rules of their partial tiles for peers."""
+"""The masks as a user makes them, with the rules of their partial tiles for peers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sparseflash.interop.mask_mods import Rule
 
 
 class Pattern(NamedTuple):
-    """A mask, and the rule of its partial tiles; None if all its tiles are full."""
+    """rule: of the partial tiles, if there are some."""
 
     mask: BlockMask
     rule: Rule | None = None
 
     @property
     def kept(self) -> int:
-        """Live scores of a head, the mean over the batch."""
+        """Live scores of a head, mean over the batch."""
         return round(self.mask.density * self.mask.q_len * self.mask.k_len)
 
 
@@ -40,7 +40,7 @@ def bigbird(blocks: int, *, globals_: int = 2, reach: int = 1, random: int = 3, 
     layout = local(blocks, reach)
     layout[:globals_] = True
     layout[:, :globals_] = True
-    # NumPy has frozen RandomState's stream, so every version draws the same layout.
+    # NumPy has frozen RandomState's stream.
     generator = np.random.RandomState(seed)
     for row in range(blocks):
         layout[row, generator.permutation(blocks)[:random]] = True
@@ -48,7 +48,7 @@ def bigbird(blocks: int, *, globals_: int = 2, reach: int = 1, random: int = 3, 
 
 
 def random(blocks: int, density: float = 0.129, *, seed: int = 0) -> np.ndarray:
-    """Layout [M, M]: the diagonal, and blocks drawn anywhere until the share `density` of all blocks is live."""
+    """Layout [M, M]: the diagonal, and drawn blocks up to the share `density`."""
     layout = np.eye(blocks, dtype=bool)
     others = np.flatnonzero(~layout.reshape(-1))
     drawn = max(0, round(density * blocks**2) - blocks)
@@ -83,7 +83,7 @@ def _causal(case: Case, device: torch.device) -> Pattern:
 
 
 def window_of(case: Case) -> tuple[int, int] | None:
-    """The keys before and after a query that it sees, if the mask is a window."""
+    """The keys before and after a query, if the mask is a window."""
     if case.kind == "window":
         return case.sizes[0] - 1, 0
     both = {"window64": 64, "window256": 256}.get(case.kind)
@@ -112,7 +112,6 @@ def _longformer(case: Case, device: torch.device) -> Pattern:
 
 
 def _neighborhood(case: Case, device: torch.device) -> Pattern:
-    """The tokens of an image near the query's, in tile order."""
     image = grid(case.length, case.block)
     shape, tile = (image.height, image.width), (image.tile_height, image.tile_width)
     window = image.window_height, image.window_width
@@ -121,7 +120,6 @@ def _neighborhood(case: Case, device: torch.device) -> Pattern:
 
 
 def _image(case: Case, device: torch.device) -> Pattern:
-    """A square image, or a cube of a video, in rows."""
     side, window = case.sizes
     axes = {"image": 2, "video": 3}[case.kind]
 
@@ -136,10 +134,7 @@ def _image(case: Case, device: torch.device) -> Pattern:
 
 
 def lengths_of(case: Case) -> list[int]:
-    """Lengths of documents, whose sum is `length`, or of padded sequences, of which the longest has `length` tokens.
-
-    They are very different, and at least one token each.
-    """
+    """Of documents, whose sum is `length`, or of padded sequences; very different, at least one token each."""
     is_packed = case.kind == "documents"
     shares = np.random.default_rng(0).lognormal(sigma=1.0, size=case.sizes[0] if is_packed else case.batch)
     whole = shares.sum() if is_packed else shares.max()
@@ -157,7 +152,6 @@ def _documents(case: Case, device: torch.device) -> Pattern:
 
 
 def _padded(case: Case, device: torch.device) -> Pattern:
-    """Every batch element has a length of its own."""
     lengths = lengths_of(case)
     of_batch = torch.tensor(lengths, device=device)
     mask = BlockMask.dense(case.length, block=case.block).with_lengths(lengths)
@@ -169,24 +163,23 @@ KINDS: dict[str, Callable[[Case, torch.device], Pattern]] = {  # comment: the si
     "causal": _causal,
     "butterfly": _butterfly,
     **dict.fromkeys(LAYOUTS, _of_layout),
-    "window64": _window,  # the reach in tokens, both ways
+    "window64": _window,  # both ways
     "window256": _window,
     "neighborhood": _neighborhood,
     "window": _window,  # keys, causal
-    "prefix": _prefix,  # keys that every query sees
+    "prefix": _prefix,
     "longformer": _longformer,  # keys, global tokens
     "image": _image,  # side, window
     "video": _image,
     "documents": _documents,  # their number
     "padded": _padded,
 }
-READS_MEMORY = ("documents", "padded")  # rules that FlashAttention-4's mask_mod cannot be
+READS_MEMORY = ("documents", "padded")  # no rules for FlashAttention-4's mask_mod
 _SIZED = ("window", "prefix", "longformer", "image", "video", "documents", "padded")
 PLAIN_KINDS = tuple(kind for kind in KINDS if kind not in _SIZED)
 
 
 def pattern(case: Case, device: torch.device | str = "cpu") -> Pattern:
-    """The mask of a case on a device, and its rule."""
     if case.kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {case.kind!r}.")
     if case.kind in LAYOUTS and case.length % case.block:
@@ -196,5 +189,5 @@ def pattern(case: Case, device: torch.device | str = "cpu") -> Pattern:
 
 
 def block_mask(kind: str, length: int, block: int) -> BlockMask:
-    """The mask of this kind over `length` tokens, for kinds without sizes."""
+    """For kinds without sizes."""
     return pattern(Case(kind, kind, 1, 1, length, 64, block=block)).mask

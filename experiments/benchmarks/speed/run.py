@@ -21,13 +21,12 @@ from experiments.benchmarks.speed.precision import products_in_tf32
 from sparseflash import testing
 
 OURS = "sparseflash"
-ALLOWED = "of what is allowed"  # the unit of errors
-LIVE_SCORES_IN_FULL = 2**30  # of a head whose rows are all compared with fp64: 0.2 s on an H100
+ALLOWED = "of what is allowed"
+LIVE_SCORES_IN_FULL = 2**30  # of a head that is compared whole: 0.2 s on an H100
 MIB = 2**20
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Normal random q and output gradient [B, H, N, .], k and v [B, heads of keys, Nk, .]."""
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads, v_dim = case.heads_of_keys, case.v_dim or case.head_dim
     q, k, v, dout = (
@@ -41,11 +40,8 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: int) -> bool:
-    """Records our error and the times of all ways that agree with ours. Returns whether ours was right and was timed.
-
-    A peer that fails, or that computes something else, is recorded with the reason. heads: of keys, with their query
-    heads, that are compared with fp64.
-    """
+    """Records our error and the times of all ways that agree with ours, or why not. Returns whether ours was right and
+    was timed. heads: of keys, compared with fp64."""
     with products_in_tf32(case.tf32 and bench.device.type == "cuda"):
         return _run_case(bench, case, peers, seed, heads)
 
@@ -54,7 +50,7 @@ def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: 
     live, inputs = pattern(case, bench.device), make_inputs(case, bench.device, seed)
     settings = case.settings | {"live": live.mask.density}
     wrong = _exactness(bench, case, live, inputs, heads)
-    expected: dict[int, tuple[Tensor, ...]] = {}  # our results, by their number
+    expected: dict[int, tuple[Tensor, ...]] = {}  # ours, by their number
     ways: dict[str, Way] = {}
     right = not wrong
     for name in (OURS, *peers):
@@ -65,7 +61,7 @@ def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: 
                 if wrong:
                     raise ValueError(wrong)
                 runner = runner or runner_of(name, case, live, inputs)
-                if which == MEMORY:  # first, while nothing else of the implementation is in memory
+                if which == MEMORY:  # first, while nothing else is in memory
                     peak = peak_mib(runner, inputs, before, bench.device)
                 found = results(runner, which)
                 if name == OURS:
@@ -91,9 +87,9 @@ def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: 
 
 
 def _exactness(bench: Bench, case: Case, live: Pattern, inputs: Inputs, heads: int) -> str:
-    """Records our largest error; returns the reason why ours must not be timed, if there is one."""
+    """Records our largest error; returns why ours must not be timed."""
     path, (q, k, v, dout) = f"{case.path}/exactness/{OURS}", inputs.tensors
-    # NaN in freed memory, so that a value that a kernel does not write is noticed.
+    # A value that a kernel does not write is then noticed.
     freed = [torch.full_like(q, float("nan"), dtype=dtype) for dtype in (q.dtype, torch.float32)]
     del freed
     try:
@@ -113,13 +109,12 @@ def _exactness(bench: Bench, case: Case, live: Pattern, inputs: Inputs, heads: i
 
 @contextmanager
 def inference(runner: Runner) -> Iterator[None]:
-    """The runner's context, without gradients."""
     with runner.context(), torch.no_grad():
         yield
 
 
 def call_of(runner: Runner, which: str) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """The call of a pass to time, and its context. A backward runs on a graph that is kept."""
+    """The call of a pass, and its context. A backward runs on a graph that is kept."""
     if which == FORWARD:
         return runner.inference(), partial(inference, runner)
     if which == BOTH:
@@ -129,7 +124,7 @@ def call_of(runner: Runner, which: str) -> tuple[Callable[[], object], Callable[
 
 
 def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
-    """The output; with a backward also the gradients of q, k and v, as [B, H, N, D]."""
+    """The output, with a backward also the gradients, as [B, H, N, D]."""
     if which == FORWARD:
         with inference(runner):
             found = (runner.inference()(),)
@@ -140,9 +135,9 @@ def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
 
 
 def peak_mib(runner: Runner, inputs: Inputs, before: int, device: torch.device) -> float:
-    """The peak of a second forward and backward in MiB, with the inputs and all that the implementation keeps.
+    """The peak of a second forward and backward in MiB, inputs included. Raises Unavailable on a CPU.
 
-    before: bytes that were allocated when the runner was not yet built, `inputs` included. Raises Unavailable on a CPU.
+    before: bytes that were allocated when the runner was not yet built, `inputs` included.
     """
     if device.type != "cuda":
         raise Unavailable("PyTorch counts memory on a CUDA device only")
@@ -152,14 +147,14 @@ def peak_mib(runner: Runner, inputs: Inputs, before: int, device: torch.device) 
         torch.cuda.reset_peak_memory_stats(device)
         runner.step()
         torch.cuda.synchronize(device)
-    # A peer with its own order of dimensions has copies of the inputs, which then count as the inputs, once.
+    # Copies of the inputs in a peer's own order count once, as the inputs.
     given = {tensor.data_ptr(): tensor.nbytes for tensor in inputs.tensors}
     shared = sum(given.get(tensor.data_ptr(), 0) for tensor in runner.inputs.tensors)
     return (torch.cuda.max_memory_allocated(device) - before + shared) / MIB
 
 
 def run_all(bench: Bench, todo: Mapping[str, Callable[[], bool]], minutes: float) -> bool:
-    """Records subjects by path until the minutes have passed; the others are marked. Returns whether ours was right."""
+    """Records subjects until the minutes have passed; the others are marked. Returns whether ours was right."""
     begin, right = time.monotonic(), True
     for number, (path, run) in enumerate(todo.items(), 1):
         if time.monotonic() - begin > 60 * minutes:
@@ -170,7 +165,7 @@ def run_all(bench: Bench, todo: Mapping[str, Callable[[], bool]], minutes: float
             right = run() and right
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
-        except Exception as failure:  # of the benchmark itself, or of a device that an earlier case has lost
+        except Exception as failure:  # of the benchmark, or of a device that an earlier case has lost
             bench.add(f"{path}/exactness/{OURS}", None, ALLOWED, failure=reason(failure))
             right = False
     bench.save()

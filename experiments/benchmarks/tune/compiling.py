@@ -1,6 +1,4 @@
-"""Decides which candidates are worth timing: they are compiled on all cores, without a GPU, and judged by ptxas's
-report.
-"""
+"""Compiles candidates on all cores, without a GPU, and drops those that are not worth timing."""
 
 from __future__ import annotations
 
@@ -13,18 +11,16 @@ from experiments.benchmarks.tune.space import Target
 from experiments.training.workers import available_cores, worker_pool
 from sparseflash.backends.triton.configs import Config
 
-# Bytes that may be spilled because registers are limited, if outside the loop over full tiles; times show the effect.
+# Spills outside the loop over full tiles, because registers are limited; times show the effect.
 _SPILLED_FOR_A_PROGRAM = 180
 _COMPILED = {"half": "bfloat16", "tf32": "tf32", "fp32": "float32"}
 
 
 class Compiled(NamedTuple):
-    """A candidate and the result of compiling it."""
-
     target: Target
     config: Config
-    report: Report | None  # None if it does not compile
-    why: str  # why it is not timed; empty if it may be
+    report: Report | None  # None: does not compile
+    why: str  # empty if it may be timed
 
 
 def compile_candidates(
@@ -36,9 +32,7 @@ def compile_candidates(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[Compiled]:
-    """All candidates, in their order. `arch`: 90 for compute capability 9.0; `shared_limit`: bytes per program;
-    `spills`: allow candidates that spill or serialise.
-    """
+    """All candidates, in their order. `spills`: keep those that spill or serialise."""
     wanted = [(target, config) for target, configs in targets.items() for config in configs]
     found: dict[tuple[Target, Config], Compiled] = {}
     with worker_pool(workers or available_cores()) as pool:
@@ -51,7 +45,6 @@ def compile_candidates(
 
 
 def compile_one(target: Target, config: Config, arch: int, shared_limit: int, spills: bool = False) -> Compiled:
-    """One candidate. A configuration that spills or waits for its own products is not worth timing."""
     if config.q_in_registers and (target.arithmetic == "fp32" or target.kernel != "forward"):
         return Compiled(target, config, None, "only a forward that reads no pieces can have its queries in registers")
     try:
@@ -61,7 +54,7 @@ def compile_one(target: Target, config: Config, arch: int, shared_limit: int, sp
         )  # fmt: skip
     except Exception as error:
         return Compiled(target, config, None, f"does not compile: {str(error).splitlines()[0][:120] or type(error)}")
-    report = reports[-1]  # of the two forms of dq in fp32, this is the one that writes dq
+    report = reports[-1]  # of the two forms of dq in fp32, the one that writes dq
     spilled = max(each.spilled for each in reports)
     shared = max(each.shared for each in reports)
     if report.descriptors != target.descriptors:
@@ -72,7 +65,7 @@ def compile_one(target: Target, config: Config, arch: int, shared_limit: int, sp
         return Compiled(target, config, report, f"{shared} bytes of shared memory")
     if spills:
         return Compiled(target, config, report, "")
-    # For wide heads, the sums of pieces and the results together fill the registers; times show what that costs.
+    # For wide heads, pieces and results fill the registers; times show what that costs.
     if target.arithmetic != "fp32" and spilled > (_SPILLED_FOR_A_PROGRAM if config.registers else 0):
         return Compiled(target, config, report, f"spills {spilled} bytes")
     if any(each.serialised for each in reports):

@@ -1,6 +1,6 @@
 """Times candidates on a GPU, in turns with the shipped configuration, under masks of several kinds.
 
-A forward is timed whole, and so is a backward, in which the other kernel keeps its shipped configuration.
+A forward is timed whole, and so is a backward, whose other kernel keeps its shipped configuration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHANNELS = 2048  # all heads together
 
 
 class Measured(NamedTuple):
-    """The time of the pass relative to the shipped configuration, by mask and as the mean; below 1 is faster."""
+    """The time relative to the shipped configuration, by mask and as the mean."""
 
     config: Config
     ratios: dict[str, float]
@@ -34,8 +34,6 @@ class Measured(NamedTuple):
 
 
 class Candidates:
-    """The inputs and masks of one target."""
-
     def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = KINDS) -> None:
         self.target, self.length, self.device = target, length, device
         self.heads = max(1, _CHANNELS // target.dim) if device.type == "cuda" else 1
@@ -55,7 +53,7 @@ class Candidates:
     def ratios(
         self, candidates: Sequence[Config], *, rounds: int, round_ms: float, progress: Callable[[int], None]
     ) -> list[Measured]:
-        """The times of all candidates, fastest first, without those that cannot run."""
+        """Fastest first, without candidates that cannot run."""
         times: dict[Config, dict[str, float]] = {config: {} for config in candidates}
         for number, kind in enumerate(self.masks, start=1):
             calls = {None: self.timed(kind, None)}
@@ -80,7 +78,7 @@ class Candidates:
         return sorted(whole, key=lambda each: each.mean)
 
     def timed(self, kind: str, config: Config | None) -> timing.Timed:
-        """The target's pass with a configuration. Its kernels are prepared again in every turn, before it is timed."""
+        """The target's pass. Its kernels are prepared again in every turn, before it is timed."""
         attend = partial(attention, *self.leaves, self.masks[kind], backend="triton")
         with chosen(self.target, config):
             if self.target.kernel == "forward":
@@ -90,7 +88,7 @@ class Candidates:
         return timing.Timed(call, partial(chosen, self.target, config))
 
     def error(self, config: Config, heads: int = 1) -> float:
-        """The largest error of the forward and the gradients with this configuration, in units of the allowed error."""
+        """The largest error of the forward and the gradients in units of the allowed error."""
         worst = 0.0
         with chosen(self.target, config):
             for mask in self.masks.values():
@@ -104,9 +102,7 @@ class Candidates:
 
 @contextmanager
 def chosen(target: Target, config: Config | None) -> Iterator[None]:
-    """Inside the context, launches are prepared with this configuration for the target's kernel, with its loads and its
-    arithmetic. config: None for the shipped one.
-    """
+    """Inside, launches use this configuration, None for the shipped one, with the target's loads and arithmetic."""
     configs = {} if config is None else {target.kernel: config}
     with override(configs=configs, descriptors=target.descriptors), products_in_tf32(target.arithmetic == "tf32"):
         yield

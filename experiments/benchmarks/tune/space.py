@@ -16,7 +16,7 @@ ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "fp32")
 DIMS = (32, 64, 128, 256)
 
 _TILES = (16, 32, 64, 128)
-_LIMITS = (128, 168)  # registers per thread that leave a multiprocessor room for 16 warps, or 12
+_LIMITS = (128, 168)  # leave a multiprocessor room for 16 warps, or 12
 _REGISTERS = 65_536  # of 32 bits, per multiprocessor
 _SHARED = 232_448  # bytes per program, the most of any architecture
 
@@ -26,8 +26,8 @@ class Target(NamedTuple):
 
     kernel: Kernel
     arithmetic: Arithmetic
-    dim: int  # the head dim, padded to a power of two
-    descriptors: bool  # tiles are loaded by tensor descriptors, otherwise by pointers
+    dim: int  # padded to a power of two
+    descriptors: bool  # or by pointers
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.arithmetic} D={self.dim} {'descriptors' if self.descriptors else 'pointers'}"
@@ -36,7 +36,7 @@ class Target(NamedTuple):
 def parse(text: str) -> Config:
     """A configuration written as `64x128x8x2`: tile of queries, tile of keys, warps, stages.
 
-    Optionally followed by x and the limit of registers, and by q if the queries are multiplied from registers.
+    Then x and the limit of registers, if there is one; q if queries are multiplied from registers.
 
     >>> parse("64x64x4x3x128q")
     Config(block_m=64, block_n=64, num_warps=4, num_stages=3, registers=128, q_in_registers=True)
@@ -56,7 +56,6 @@ def parse(text: str) -> Config:
 
 
 def configs_of(given: Collection[str] | None) -> list[Config]:
-    """The configurations given by --config; raises typer.BadParameter for text that is not a configuration."""
     try:
         return [parse(each) for each in given or ()]
     except ValueError as failure:
@@ -64,7 +63,7 @@ def configs_of(given: Collection[str] | None) -> list[Config]:
 
 
 def candidates(target: Target) -> list[Config]:
-    """Configurations worth compiling: their accumulators fit in the registers, and their tiles in shared memory."""
+    """Accumulators fit in the registers, and tiles in shared memory."""
     stages = (1, 2, 3, 4)
     half = target.arithmetic == "half"
     limits = (0, *_LIMITS) if half else (0,)
@@ -82,13 +81,12 @@ def _fits(target: Target, config: Config) -> bool:
     threads = 32 * config.num_warps
     if results_and_scores(target.kernel, m, n, dim) > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
         return False
-    # Every warp must have work. In fp32 several warps may share the columns of a few tokens, whose pieces fill
-    # registers.
+    # Every warp must have work. In fp32 several warps may share the columns of a few tokens.
     if (held * dim if target.arithmetic == "fp32" else m * n) < 16 * 16 * config.num_warps:
         return False
     shared = size * (kept + config.num_stages * streamed)
     if config.registers:
-        # A limit makes room for one more program, which must fit in shared memory as well. One such measure at a time.
+        # A limit makes room for one more program, which must fit in shared memory, too.
         programs = _REGISTERS // (threads * config.registers)
         return config.num_warps == 4 and not config.q_in_registers and programs * shared <= _SHARED
     return shared <= _SHARED

@@ -1,7 +1,7 @@
 """The text files of a folder: found, deduplicated, and split into training and validation.
 
 The hash of a document's contents decides its part: two copies of a folder give the same parts. A document may also be a
-package (all files below one folder), whose name decides.
+package, whose name decides.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VALIDATION_SHARE = 0.02
-LEAST_BYTES = 64  # shorter files are licence stubs and empty packages
-MOST_BYTES = 4 * 2**20  # longer files are data rather than text
+LEAST_BYTES = 64  # shorter: licence stubs and empty packages
+MOST_BYTES = 4 * 2**20  # longer: data rather than text
 
 
 @dataclass(frozen=True)
 class Document:
     """Consecutive text files.
 
-    name: of a package; empty for a file.
-    digest: the SHA-256 of a file's text without white space at both ends; for a package, the SHA-256 of its files'
-        digests.
+    name: of a package; empty for a file. digest: the SHA-256 of the text without white space at both ends; for a
+    package, of its files' digests.
     """
 
     paths: tuple[Path, ...]
@@ -40,9 +39,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder. skipped: the number of files that are no text, too short or too long; duplicates: the
-    number of repeated files.
-    """
+    """skipped: files that are no text, too short or too long; duplicates: repeated files."""
 
     documents: tuple[Document, ...]
     skipped: int
@@ -53,7 +50,7 @@ class Found:
         return sum(len(document.paths) for document in self.documents)
 
     def limited(self, most: int) -> Found:
-        """A fair sample of at most `most` bytes: the first documents in the order of the ends of their digests.
+        """A fair sample of at most `most` bytes, in the order of the ends of digests.
 
         The beginnings would select all validation documents first.
         """
@@ -66,7 +63,7 @@ class Found:
         return Found(tuple(sorted(kept, key=_by_digest)), self.skipped, self.duplicates)
 
     def split(self, share: float = VALIDATION_SHARE) -> tuple[list[Document], list[Document]]:
-        """Training and validation documents, in the order of their digests, which is independent of their text."""
+        """In the order of their digests, which is independent of their text."""
         training = [document for document in self.documents if not is_validation(document, share)]
         validation = [document for document in self.documents if is_validation(document, share)]
         return training, validation
@@ -75,11 +72,10 @@ class Found:
 def find(
     folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequence[str] = (), packages: bool = False
 ) -> Found:
-    """The text files below some folders, each text once; near copies are kept.
+    """Each text once; near copies are kept.
 
-    suffixes: such as .py; empty: all. excluded: names of skipped folders. packages: join the files below each folder
-    inside `folders` into one document. Raises FileNotFoundError for a missing folder, and ValueError if no text is
-    found.
+    suffixes: such as .py; empty: all. excluded: folders. packages: join the files below each folder inside `folders`.
+    Raises FileNotFoundError, and ValueError if no text is found.
     """
     known: dict[bytes, Document] = {}
     skipped = duplicates = 0
@@ -103,7 +99,7 @@ def find(
 
 
 def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]:
-    """One document for each package: the files below a folder inside `folders`, or a single file there."""
+    """A package: the files below a folder inside `folders`, or a single file there."""
     groups: dict[str, list[Document]] = defaultdict(list)
     for file in files:
         (path,) = file.paths
@@ -120,7 +116,7 @@ def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]
 
 
 def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
-    """The files below folders, without hidden files, hidden folders and links."""
+    """Without hidden files, hidden folders and links."""
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
@@ -133,7 +129,7 @@ def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[s
 
 
 def text_of(data: bytes) -> str | None:
-    """The text of a file; None if it is not UTF-8 or holds a zero byte."""
+    """None if it is not UTF-8 or holds a zero byte."""
     if b"\0" in data:
         return None
     try:
@@ -147,6 +143,6 @@ def _by_digest(document: Document) -> bytes:
 
 
 def is_validation(document: Document, share: float) -> bool:
-    """Whether a document validates; its name or text alone decides, so the answer is the same in every corpus."""
+    """By name or text alone, so the same in every corpus."""
     decides = hashlib.sha256(document.name.encode()).digest() if document.name else document.digest
     return int.from_bytes(decides[:8], "big") < share * 2**64

@@ -1,7 +1,7 @@
 """Sequences of a fixed length from concatenated documents, in an order that a seed determines.
 
-Sequence i of a part holds the tokens from i * context on, and one more as the last label. Each epoch uses another
-permutation. A batch is a function of the step, so a resumed run sees the same batches.
+Sequence i holds the tokens from i * context on, and one more as the last label. Each epoch uses another permutation; a
+batch is a function of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from experiments.lm.data.store import Part
 
 @dataclass(frozen=True)
 class Packing:
-    """The sequences of a part. share: this process's sequences of a batch."""
+    """share: this process's sequences of a batch."""
 
     part: Part
     context: int
@@ -32,23 +32,22 @@ class Packing:
 
     @property
     def count(self) -> int:
-        """The number of full sequences."""
         return max(0, (len(self.part) - 1) // self.context)
 
     def numbers(self, step: int) -> np.ndarray:
-        """The sequences of the batch at a step (from 0). An incomplete last batch of an epoch is dropped."""
+        """At a step (from 0); an incomplete last batch of an epoch is dropped."""
         batches = self.count // self.batch
         epoch, place = divmod(step, batches)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
         return order[place * self.batch : (place + 1) * self.batch][self.share]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """The tokens [B, N + 1] of sequences, int32."""
+        """[B, N + 1], int32."""
         places = numbers[:, None] * self.context + np.arange(self.context + 1)
         return self.part.tokens[places].astype(np.int32)
 
     def documents(self, number: int) -> list[int]:
-        """The lengths of the documents, or of their pieces, in the N tokens of a sequence."""
+        """Of documents, or of their pieces, in the N tokens of a sequence."""
         begin = number * self.context
         starts = self.part.starts
         first, last = np.searchsorted(starts, [begin, begin + self.context])

@@ -51,9 +51,7 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of training or of validation. starts: the first token of each document, followed by the number of
-    tokens.
-    """
+    """starts: the first token of each document, followed by the number of tokens."""
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -80,7 +78,7 @@ class Store:
 
 
 def opened(folder: Path) -> Store:
-    """The tokens of a folder; raises FileNotFoundError if it holds none."""
+    """Raises FileNotFoundError if the folder holds none."""
     path = folder / ABOUT
     if not path.is_file():
         raise FileNotFoundError(f"there are no tokens in {folder}")
@@ -95,7 +93,7 @@ def opened(folder: Path) -> Store:
 
 def _part(folder: Path, name: str, dtype: str) -> Part:
     tokens = np.memmap(folder / f"{name}.bin", np.dtype(dtype), mode="r")
-    # Memory-mapped first, because a header may state any size.
+    # A header may state any size.
     starts = np.array(np.load(folder / f"{name}.starts.npy", mmap_mode="r"))
     if starts.dtype != np.int64 or starts.ndim != 1 or starts[0] != 0 or starts[-1] != len(tokens):
         raise ValueError(f"{name}.starts.npy of {starts.dtype} {list(starts.shape)} for {len(tokens)} tokens")
@@ -122,7 +120,7 @@ def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
 
 
 def make(found: Found, target: Path, vocabulary: int, say: Progress, share: float = VALIDATION_SHARE) -> Store:
-    """Tokenise texts into a folder, which is replaced."""
+    """The folder is replaced."""
     training, validation = found.split(share)
     if not training or not validation:
         raise ValueError(
@@ -206,7 +204,7 @@ def unpacked(path: Path) -> Store:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises FileExistsError if a path is no folder, or holds anything but tokens."""
+    """Raises FileExistsError for no folder, or one with anything but tokens."""
     if folder.exists() and not (folder / ABOUT).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
 

@@ -14,22 +14,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sparseflash
+from experiments.lm.model.chosen import ChosenBlocks
 from sparseflash import BlockMask, interop, masks
 
 IMPLEMENTATIONS = ("sparseflash", "sdpa", "flex")
-LONGEST_DENSE_MASK = 32_768  # tokens; SDPA's mask has a byte for every score, its copies in the kernels two
+LONGEST_DENSE_MASK = 32_768  # SDPA's mask has a byte for every score, its copies in the kernels two
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def attention_over(mask: BlockMask, implementation: str) -> Attention:
+def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Attention:
     """Attention over a mask on the device of q, k and v.
 
-    sparseflash: any mask.
-    sdpa: PyTorch's, with `is_causal` for dense causal masks, and with an element mask otherwise.
-    flex: FlexAttention, compiled on a GPU, with the block lists of the mask.
-    Raises ValueError for another name, and for a mask that takes gigabytes in SDPA.
+    sparseflash: any mask. sdpa: `is_causal` for dense causal masks, otherwise an element mask. flex: compiled on a GPU,
+    with the block lists of the mask. Raises ValueError for another name, and for a mask that takes gigabytes in SDPA.
     """
+    if isinstance(mask, ChosenBlocks):
+        if implementation != "sparseflash":
+            raise ValueError(f"blocks that are chosen at every step need --attention sparseflash; got {implementation}")
+        return mask.attention
     if implementation == "sparseflash":
         return partial(_sparse, mask=mask)
     if implementation == "sdpa":
@@ -40,7 +43,7 @@ def attention_over(mask: BlockMask, implementation: str) -> Attention:
 
 
 def is_dense_causal(mask: BlockMask) -> bool:
-    """Whether every token sees itself and all tokens before it, for any block size."""
+    """For any block size."""
     same = masks.causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k))
     return mask.to("cpu") == same
 

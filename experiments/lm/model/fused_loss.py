@@ -1,7 +1,6 @@
 """Cross-entropy and its gradient as one Triton kernel, which replaces the logits.
 
-A program handles one token and reads its row twice; Inductor's code for `loss.plain_loss_and_gradient` reads it three
-times.
+A program handles a token and reads its row twice; Inductor's code reads it three times.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_STEP, _WARPS = 4096, 8  # the fastest of 13 pairs on an H200
+_STEP, _WARPS = 4096, 8  # the fastest of 13 on an H200
 
 
 @triton.jit
@@ -30,7 +29,7 @@ def _kernel(logits, labels, losses, vocabulary, stride, factor, STEP: tl.constex
     lse = largest + tl.log(total)
     label = tl.load(labels + token)
     tl.store(losses + token, lse - tl.load(row + label).to(tl.float32))
-    tl.debug_barrier()  # no warp writes before the label's score is read
+    tl.debug_barrier()  # no warp writes before
     for start in range(0, vocabulary, STEP):
         inside = start + columns < vocabulary
         scores = tl.load(row + start + columns, mask=inside, other=0.0).to(tl.float32)
@@ -40,9 +39,7 @@ def _kernel(logits, labels, losses, vocabulary, stride, factor, STEP: tl.constex
 
 
 def fused_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Loss and gradient as in `loss.loss_and_gradient`. The gradient replaces the logits [M, V], whose rows are
-    contiguous.
-    """
+    """As `loss.loss_and_gradient`. The gradient replaces the logits [M, V], whose rows are contiguous."""
     tokens, vocabulary = logits.shape
     losses = logits.new_empty(tokens, dtype=torch.float32)
     _kernel[tokens,](

@@ -1,7 +1,7 @@
 """Cross-entropy from features, without all logits in memory at once.
 
-T tokens with a vocabulary of V have T * V logits: 13 GB in fp32 for 65,536 tokens and GPT-2's vocabulary. Here each
-chunk of tokens goes forward and backward at once.
+65,536 tokens with GPT-2's vocabulary have 13 GB of fp32 logits. Here each chunk of tokens goes forward and backward at
+once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_BYTES = 2**30  # of a chunk's logits
+CHUNK_BYTES = 2**30
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropies of logits [M, V], fp32, and the gradient of `factor` times the sum.
-
-    Do not read the logits again: on a GPU the gradient overwrites them.
-    """
+    """The sum of the cross-entropies of logits [M, V], fp32, and the gradient of `factor` times the sum. On a GPU the
+    gradient overwrites the logits."""
     if logits.is_cuda:
         from experiments.lm.model.fused_loss import fused_loss_and_gradient
 
@@ -29,7 +27,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Te
 
 
 def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """The same with PyTorch's operations, on any device; the logits are kept."""
+    """With PyTorch's operations; the logits are kept."""
     scores = logits.float()
     lse = scores.logsumexp(-1, keepdim=True)
     label = labels[:, None]
@@ -40,7 +38,7 @@ def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tu
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The mean loss. Its forward also computes the gradients, which its backward scales."""
+    """The forward also computes the gradients, which the backward scales."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -52,7 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss, chunk_gradient = loss_and_gradient(chunk @ head.T, labels[part], 1 / len(features))
             total += loss
             torch.mm(chunk_gradient, head, out=features_gradient[part])
-            weight_gradient += chunk_gradient.T @ chunk  # sums over chunks, in fp32
+            weight_gradient += chunk_gradient.T @ chunk
         ctx.dtype = weight.dtype
         ctx.save_for_backward(features_gradient, weight_gradient)
         return total / len(features)
@@ -65,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def mean_loss(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy, nats, of features [T, W] with the head's weight [V, W] and labels [T]; differentiable."""
+    """The mean cross-entropy, nats, of features [T, W] with the head's weight [V, W] and labels [T]."""
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(features, weight, labels)  # type: ignore[no-any-return,no-untyped-call]
     return token_losses(features, weight, labels).mean()
@@ -73,7 +71,7 @@ def mean_loss(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of each token, fp32 [T]."""
+    """fp32 [T]."""
     head = weight.to(features.dtype)
     found = [
         F.cross_entropy((features[part] @ head.T).float(), labels[part], reduction="none")
@@ -83,7 +81,7 @@ def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunks(features: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Parts of the tokens whose logits take at most CHUNK_BYTES, of equal size if repeated halving reaches it."""
+    """Logits of a part take at most CHUNK_BYTES."""
     tokens = size = len(features)
     most = max(1, CHUNK_BYTES // (len(weight) * features.element_size()))
     while size > most and size % 2 == 0:

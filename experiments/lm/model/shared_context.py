@@ -16,11 +16,7 @@ from sparseflash.distributed import ShardPlan
 
 
 class SharedContext:
-    """This process's tokens of each sequence, and their attention to all tokens.
-
-    masks: the masks of the layers. The mask with the most live scores decides the assignment of tokens, because its
-        imbalance costs the most.
-    """
+    """masks: of the layers; the one with the most live scores assigns the tokens."""
 
     def __init__(self, ranks: Ranks, masks: Sequence[BlockMask]) -> None:
         self._sequences = SharedSequences(ranks)
@@ -28,39 +24,38 @@ class SharedContext:
 
     @property
     def layout(self) -> ShardPlan:
-        """The plan with the assignment of tokens."""
         return self._sequences.plan(self._leading)
 
     def positions(self, device: torch.device) -> Tensor:
-        """The positions [n] of this process's tokens, moved to a device once."""
+        """[n], moved to a device once."""
         return self.layout.positions_of("queries").on(device)
 
     @property
     def share(self) -> float:
-        """This process's number of tokens divided by the mean over processes."""
+        """Divided by the mean over processes."""
         queries = self.layout.queries
         return queries.counts[self.layout.rank] * self.layout.ranks / queries.length
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This process's tokens [B, n] out of all tokens [B, N]."""
+        """[B, n] out of [B, N]."""
         return self.layout.scatter(x, -1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The inverse of `scatter`, in all processes that share the tokens."""
+        """The inverse of `scatter`."""
         return self.layout.gather(x, -1)
 
     def attention(self, mask: BlockMask) -> Attention:
         return partial(self._attention, mask=mask)
 
     def attention_once(self, mask: BlockMask) -> Attention:
-        """The attention of a layer with a mask of one batch."""
+        """With a mask of one batch."""
         return partial(distributed.attention, plan=self._sequences.plan_once(mask, self.layout))
 
     def clear(self) -> None:
-        """Drop the plans, which hold the process group and its threads."""
+        """They hold the process group."""
         self._sequences.clear()
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask) -> Tensor:
-        # The plan is no argument: a model would then keep the process group.
+        # A model would keep the process group of an argument.
         out: Tensor = distributed.attention(q, k, v, self._sequences.plan(mask, self.layout))
         return out

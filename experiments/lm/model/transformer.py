@@ -1,7 +1,7 @@
 """A causal transformer in GPT-2's shape: pre-norm, GELU, tied embedding and head, no biases.
 
-Weights are fp32. Each product runs in the dtype of its input, which the embedding sets. So bf16 needs no autocast, and
-the residual stream is bf16 too.
+Weights are fp32. Each product runs in the dtype of its input, which the embedding sets, so the residual stream is bf16,
+too.
 
 Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D
     features a head, V vocabulary with padding.
@@ -27,7 +27,7 @@ from experiments.training.layers.rotary import RotaryPositions
 from sparseflash.nn.rotary import Rotation, rotate
 
 POSITIONS = ("rotary", "learned")
-_GRAPHS = 64  # of each half, in one process
+_GRAPHS = 64
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sizes:
     depth: int
     width: int
     head_dim: int
-    vocabulary: int  # without padding
+    vocabulary: int
     context: int
     positions: str = "rotary"
 
@@ -58,17 +58,17 @@ class Sizes:
 
     @property
     def padded_vocabulary(self) -> int:
-        """The next multiple of 128, because matrix products are slow with other sizes."""
+        """The next multiple of 128, for matrix products."""
         return -(-self.vocabulary // 128) * 128
 
     @property
     def weights(self) -> int:
-        """The number of weights in matrix products; see flops.py."""
+        """In matrix products; see flops.py."""
         return matrix_weights(self.depth, self.width, self.mlp, self.padded_vocabulary)
 
 
 class Block(nn.Module):
-    """One layer: attention, then an MLP, each with a normalised input and a residual connection."""
+    """Attention, then an MLP, each with a normalised input and a residual connection."""
 
     def __init__(self, sizes: Sizes, halves: Halves, recompute: bool = False) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
         """x [T, W], of `batch` sequences."""
         if self.recompute and torch.is_grad_enabled():
-            # Here and not around the module: FSDP gathers its weights before the backward that recomputes it.
+            # FSDP gathers weights before the backward that recomputes them.
             again: Tensor = checkpoint(
                 self.layer, x, batch, rotation, attention, use_reentrant=False, preserve_rng_state=False
             )
@@ -92,7 +92,7 @@ class Block(nn.Module):
         return self.layer(x, batch, rotation, attention)
 
     def layer(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
-        """The layer without recomputation: all tensors for the backward are kept."""
+        """Without recomputation."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
         mixed = attention(q, k, v).transpose(1, 2).reshape(x.shape)
@@ -101,22 +101,18 @@ class Block(nn.Module):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in the dtype of x."""
     return F.linear(x, weight.to(x.dtype))
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """Layer norm without bias; the statistics are in fp32."""
+    """Without bias; statistics are in fp32."""
     return F.layer_norm(x, weight.shape, weight.to(x.dtype))
 
 
 def before_attention(
     x: Tensor, norm_weight: Tensor, qkv: Tensor, head_dim: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [T, H, D], each contiguous.
-
-    If v were a view into the product, the compiled backward would have to copy its gradient into that layout.
-    """
+    """[T, H, D], each contiguous: otherwise the compiled backward would copy v's gradient."""
     q, k, v = product(norm(x, norm_weight), qkv).unflatten(-1, (3, -1, head_dim)).unbind(1)
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
@@ -124,21 +120,19 @@ def before_attention(
 
 
 def after_attention(x: Tensor, mixed: Tensor, out: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """The layer's output [T, W] from its input and its attention, both [T, W]."""
+    """[T, W], from the input and the attention [T, W]."""
     x = x + product(mixed, out)
     hidden = F.gelu(product(norm(x, norm_weight), up), approximate="tanh")
     return x + product(hidden, down)
 
 
 class Halves(NamedTuple):
-    """The two halves of a layer around its attention."""
-
     before: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
     after: Callable[..., Tensor] = after_attention
 
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
-    """A function through torch.compile, with a graph for each shape."""
+    """With a graph for each shape."""
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -146,13 +140,9 @@ def compiled(function: Callable[..., object]) -> Callable[..., object]:
 class LanguageModel(nn.Module):
     """Embedding, layers, norm and head.
 
-    attentions: one for each layer; see attention.py.
-    dtype: of the residual stream and of the matrix products.
-    compiling: "none"; "block": the two halves of a layer around attention, one pair of graphs for all layers and all
-        contexts with the same number of tokens; "model": all layers and the last norm as one graph, with attention as
-        an operator in it.
-    recompute: whether the backward recomputes each layer from its input.
-    shared: this process's tokens, if several processes share each sequence; `attentions` are then over these.
+    attentions: of each layer. dtype: of the residual stream and products. compiling: "none"; "block": the two halves of
+    a layer around attention, one pair of graphs for all layers; "model": all layers and the last norm as one graph.
+    recompute: each layer from its input. shared: this process's tokens.
     """
 
     def __init__(
@@ -184,17 +174,16 @@ class LanguageModel(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """GPT-2's initialisation: projections into the residual stream start smaller, by the number of sums."""
+        """GPT-2's: projections into the residual stream start smaller."""
         small = 0.02 / (2 * self.sizes.depth) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
     def features(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """Features [T, W] of tokens [B, N] (this process's tokens if sequences are shared).
+        """[T, W] of tokens [B, N].
 
-        The embeddings are never compiled: Inductor would sum the gradients of equal tokens by atomic additions, in
-        another order in every run.
+        The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions.
         """
         batch, length = ids.shape
         of_sequence = (
@@ -207,7 +196,7 @@ class LanguageModel(nn.Module):
         return self.run(x, places, batch, attentions)
 
     def trunk(self, x: Tensor, places: Tensor, batch: int, attentions: Sequence[Attention]) -> Tensor:
-        """Features [T, W] of embedded tokens [T, W] at the positions [T] of their sequences."""
+        """[T, W] of embedded tokens [T, W] at positions [T]."""
         rotation = None
         if self.rotary is not None:
             cosine, sine = self.rotary(places)  # [T, 1, D / 2]
@@ -219,14 +208,12 @@ class LanguageModel(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, attentions: Sequence[Attention] | None = None, each: bool = False
     ) -> Tensor:
-        """The mean loss, nats, of tokens [B, N] with the next tokens as labels [B, N].
+        """The mean loss, nats, of tokens [B, N] with labels [B, N].
 
-        If sequences are shared, each process receives all tokens and returns its tokens' part: the mean over processes
-        is the mean loss. The same holds for gradients.
+        If sequences are shared, each process returns its tokens' part: the mean over processes is the mean loss.
 
-        attentions: replace the model's own, for a batch with separate documents.
-        each: return the loss of each token, [B, N], without gradients. An argument and not a method, because FSDP
-            gathers weights when `forward` is called.
+        attentions: instead of the model's own, for separate documents. each: the loss of each token, [B, N], without
+        gradients; an argument, because FSDP gathers weights when `forward` is called.
         """
         if self.shared is not None:
             ids, labels = self.shared.scatter(ids), self.shared.scatter(labels)
@@ -239,7 +226,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def scores(self, ids: Tensor, place: int) -> Tensor:
-        """Scores [B, V] of the next token after a position of ids [B, N]; -inf for padding."""
+        """[B, V] after a position of ids [B, N]; -inf for padding."""
         features = self.features(ids, self.attentions).unflatten(0, ids.shape)[:, place]
         found = product(features, self.embedding.weight).float()
         found[:, self.sizes.vocabulary :] = -torch.inf

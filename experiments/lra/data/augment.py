@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Image = NDArray[np.uint8]  # the pixels of a square image, row by row
+Image = NDArray[np.uint8]  # row by row
 
-# Which of the eight symmetries of a square each setting draws from; see `turned`.
+# Of the eight symmetries; see `turned`.
 WAYS = {"none": (0,), "mirror": (0, 4), "square": tuple(range(8))}
-_KEY = (0x7075,)  # makes these draws independent of others with the same seed
+_KEY = (0x7075,)  # independent of others with the same seed
 
 
 def turned(pixels: Image, side: int, way: int) -> Image:
-    """An image turned by `way % 4` quarters to the left and, if `way` is 4 or more, then mirrored left to right.
+    """By `way % 4` quarters to the left and, if `way` is 4 or more, mirrored left to right.
 
     >>> turned(np.array([1, 2, 3, 4], np.uint8), 2, 1).tolist(), turned(np.array([1, 2, 3, 4], np.uint8), 2, 4).tolist()
     ([2, 4, 1, 3], [2, 1, 4, 3])
@@ -27,11 +27,7 @@ def turned(pixels: Image, side: int, way: int) -> Image:
 
 @dataclass(frozen=True)
 class Turning:
-    """Turns the images of every step, in the same way for any number of processes.
-
-    batch: images of a step, of all processes.
-    share: this process's images.
-    """
+    """In the same way for any number of processes. batch: images of a step. share: this process's."""
 
     setting: str
     side: int
@@ -40,7 +36,6 @@ class Turning:
     share: slice = field(default_factory=lambda: slice(None))
 
     def ways(self, step: int) -> NDArray[np.int64]:
-        """The symmetry for each of this process's images."""
         random = np.random.default_rng(np.random.SeedSequence([self.seed, step], spawn_key=_KEY))
         return random.choice(WAYS[self.setting], self.batch)[self.share]
 

@@ -1,4 +1,4 @@
-"""Tokenised examples on disk: parsed once from a task's files, then memory-mapped by every run."""
+"""Tokenised examples on disk: parsed once, then memory-mapped by every run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.progress import track
 
 from experiments.training.reading import reading
 
-FORMAT = 2  # increase it when symbols or arrays change, so that old caches are not read
+FORMAT = 2  # increase it when symbols or arrays change
 
-# A class, and the symbols of one sequence, or of two for a task with two towers.
+# A class, and the symbols of one sequence, or of two.
 Row = tuple[int, tuple[bytes, ...]]
 
 
@@ -52,11 +52,11 @@ class Examples:
 
     @property
     def first_symbols(self) -> NDArray[np.uint8]:
-        """The first symbol of every example, uint8 [n]; in ListOps the root operator."""
+        """uint8 [n]; in ListOps the root operator."""
         return self.symbols[self.begins[:, 0]]
 
     def take(self, rows: NDArray[np.int64]) -> Examples:
-        """Some of the examples, in this order, without copying symbols."""
+        """Without copying symbols."""
         return Examples(self.symbols, self.begins[rows], self.ends[rows], self.labels[rows], self.shift)
 
 
@@ -86,10 +86,9 @@ def cached(
     shift: int,
     total: int | None = None,
 ) -> Examples:
-    """The examples that `rows` reads, memory-mapped from `<place>/tokens/`, which is written if missing.
+    """Memory-mapped from `<place>/tokens/`, which is written if missing.
 
-    A cache is valid for one state of the sources: names, sizes and modification times.
-    total: the expected number of rows, for the progress bar.
+    A cache is valid for one state of the sources. total: rows, for the progress bar.
     """
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     key = blake2b(f"{FORMAT} {name} {states}".encode(), digest_size=8).hexdigest()
@@ -110,7 +109,6 @@ def cached(
 
 
 def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> None:
-    """Save the rows; the folder exists only when complete."""
     try:
         folder.parent.mkdir(exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -137,11 +135,11 @@ def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> N
             raise ValueError(f"{name} must hold at least one example; there is none")
         np.save(unfinished / "starts.npy", np.array(starts, np.int64))
         np.save(unfinished / "labels.npy", np.array(labels, np.uint8))
-        unfinished.chmod(0o755)  # mkdtemp makes the folder private
+        unfinished.chmod(0o755)  # mkdtemp makes it private
         try:
             os.replace(unfinished, folder)
         except OSError:
-            if not folder.exists():  # otherwise another run has just written the same
+            if not folder.exists():
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

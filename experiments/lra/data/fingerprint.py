@@ -1,5 +1,3 @@
-"""A fingerprint of a run's data. experiments/training/fingerprint.py checks it."""
-
 from __future__ import annotations
 
 from hashlib import blake2b
@@ -10,19 +8,16 @@ import numpy as np
 from experiments.lra.data.examples import Examples
 from experiments.lra.tasks.task import Data
 
-_READ = 64  # hashed examples of each split; all of Path-X would be 2.6 GB
+_READ = 64  # of each split; all of Path-X would be 2.6 GB
 
 
 def fingerprint(data: Data) -> dict[str, str]:
-    """The origin of the examples, and a hash of the three splits.
-
-    Splits with equal origins may share examples. Splits with equal hashes are equal.
-    """
+    """The origin of the examples, and a hash of the splits. Splits with equal origins may share examples."""
     return {"origin": data.origin, "hash": splits_hash(data)}
 
 
 def splits_hash(data: Data) -> str:
-    """A hash of all labels and lengths of the three splits, and of the symbols of some examples."""
+    """Of all labels and lengths, and of the symbols of some examples."""
     digest = blake2b(data.task.name.encode(), digest_size=8)
     for split in (data.train, data.val, data.test):
         update(digest, split)
@@ -38,6 +33,5 @@ def update(digest: blake2b, split: Examples) -> None:
 
 
 def described(data: Data) -> dict[str, Any]:
-    """The fingerprint, with further facts for readers."""
     examples = [len(split) for split in (data.train, data.val, data.test)]
     return {**fingerprint(data), "examples": examples, "folder": str(data.folder), "generated": data.generated}

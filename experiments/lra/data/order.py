@@ -1,6 +1,6 @@
-"""The order of the training examples: a pure function of seed and step, so a resumed run needs no loader state.
+"""The order of the training examples: a function of seed and step.
 
-Each epoch has all examples once. Batches are cut from the concatenated epochs, so a batch may lie in two.
+A batch may lie in two epochs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,8 @@ from numpy.typing import NDArray
 
 
 class Order:
-    """The examples of each training step.
-
-    sizes: int64 [count], the row length of each example, in any unit. A batch then has examples of equal size as far as
-        possible. None: random batches.
-    share: this process's examples of a batch, if several processes train together.
-    """
+    """sizes: int64 [count], the row length of each example: a batch has examples of one size as far as possible; None:
+    random. share: this process's examples."""
 
     def __init__(
         self,
@@ -31,10 +27,10 @@ class Order:
             raise ValueError(f"the batch must be at most the number of training examples, {count}; got {batch}")
         self.count, self.batch, self.seed, self.share = count, batch, seed, share
         self.sizes = sizes if sizes is not None and sizes.min() < sizes.max() else None
-        self._epoch = lru_cache(maxsize=2)(self._new_epoch)  # a batch lies in at most two epochs
+        self._epoch = lru_cache(maxsize=2)(self._new_epoch)
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """The indices of the examples of step `step` (from 0), int64 [batch], or this process's share."""
+        """int64 [batch], or this process's share."""
         epoch, begin = divmod(step * self.batch, self.count)
         rows = self._epoch(epoch)[begin : begin + self.batch]
         if len(rows) < self.batch:
@@ -42,16 +38,15 @@ class Order:
         return rows[self.share]
 
     def _new_epoch(self, epoch: int) -> NDArray[np.int64]:
-        """All examples once, in the order of the epoch."""
         random = np.random.default_rng([self.seed, epoch])
         order = random.permutation(self.count)
         if self.sizes is None:
             return order
-        # The examples before `first` complete the previous epoch's last batch; the examples from `last` on begin the
-        # next epoch's first batch. The permutation selects them, so no length is favoured.
+        # Examples before `first` complete the previous epoch's last batch; those from `last` on begin the next one's
+        # first.
         first = -epoch * self.count % self.batch
         last = first + (self.count - first) // self.batch * self.batch
         whole = order[first:last]
-        # The sort is stable, so the permutation decides which examples of equal size share a batch.
+        # A stable sort: the permutation decides among equal sizes.
         batches = whole[np.argsort(self.sizes[whole], kind="stable")].reshape(-1, self.batch)
         return np.concatenate([order[:first], *random.permutation(batches), order[last:]])

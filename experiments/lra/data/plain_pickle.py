@@ -1,7 +1,6 @@
-"""Reads a pickle of plain values and byte arrays without unpickling, which could import and run code named in the file.
+"""Reads a pickle of plain values and byte arrays without unpickling, which could run code named in the file.
 
-The CIFAR-10 files are Python 2 pickles of dictionaries of strings, lists of numbers and NumPy byte arrays. A pickle is
-a program for a stack machine. This reader runs the few instructions that these values need and refuses all others.
+The CIFAR-10 files are Python 2 pickles. This reader runs the few instructions that they need and refuses all others.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SKIPPED = {"PROTO", "FRAME"}
 
 @dataclass
 class _Global:
-    """The name of an object that the file imports. It is never imported."""
+    """Never imported."""
 
     name: str
 
@@ -35,7 +34,7 @@ class _DType:
 
 
 class _Array:
-    """An array whose contents follow later in the file."""
+    """Its contents follow later in the file."""
 
 
 _RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
@@ -49,7 +48,7 @@ def read(contents: bytes) -> Any:
     >>> read(pickle.dumps({b"labels": [3, 4], b"data": np.arange(4, dtype=np.uint8)}, protocol=2))
     {b'labels': [3, 4], b'data': array([0, 1, 2, 3], dtype=uint8)}
 
-    Raises ValueError for a file with any other contents.
+    Raises ValueError for any other contents.
     """
     try:
         return _followed(contents)
@@ -119,7 +118,7 @@ def _of_type(value: Any, wanted: Any) -> Any:
 
 
 def _known(module: str, name: str) -> _Global:
-    """A name needed for arrays; raises ValueError for others."""
+    """Raises ValueError for names that arrays do not need."""
     full = f"{_of_type(module, str)}.{_of_type(name, str)}"
     if full not in _NEEDED:
         raise ValueError(f"it asks for {full[:60]}, which arrays of bytes do not need")
@@ -127,26 +126,25 @@ def _known(module: str, name: str) -> _Global:
 
 
 def _called(function: _Global, arguments: tuple[Any, ...]) -> Any:
-    """The value of a call in the file, without calling anything."""
+    """Calls nothing."""
     if function.name in _RECONSTRUCT:
         return _Array()
     if function.name == "numpy.dtype":
         code = _of_type(arguments[0], (str, bytes))
         return _DType(code.decode("latin-1") if isinstance(code, bytes) else code)
-    if function.name == "_codecs.encode" and arguments[1] == "latin1":  # how Python 3 writes bytes for Python 2
+    if function.name == "_codecs.encode" and arguments[1] == "latin1":  # bytes for Python 2
         return _of_type(arguments[0], str).encode("latin-1")
     raise ValueError(f"it calls {function.name}, which arrays of bytes do not need")
 
 
 def _built(value: Any, state: tuple[Any, ...]) -> Any:
-    """The value with its contents that follow in the file."""
     if isinstance(value, _DType):
-        return value  # its state is the byte order, meaningless for bytes
+        return value  # the byte order
     _of_type(value, _Array)
     _, shape, dtype, by_columns, data = state
     if _of_type(dtype, _DType).name != "u1" or by_columns or not isinstance(data, bytes):
         raise ValueError(f"it must have arrays of bytes, in rows; got the type {dtype.name[:60]}")
-    # Check types first: a list's repr, or its product with a number, could fill the memory.
+    # A list's repr could fill the memory.
     if not all(type(n) is int and n >= 0 for n in _of_type(shape, tuple)) or math.prod(shape) != len(data):
         raise ValueError(f"it is damaged: the shape of an array does not fit its {len(data)} bytes")
     return np.frombuffer(data, np.uint8).reshape(shape)

@@ -1,5 +1,3 @@
-"""The model and the optimiser of a run."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -18,17 +16,16 @@ from sparseflash import BlockMask
 
 
 def mask_of(config: Config) -> BlockMask:
-    """The mask of a run, for its longest sequences, on the CPU."""
+    """For its longest sequences, on the CPU."""
     return masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
 
 
 def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
-    """The model of a run, with weights from the run's seed, on the mask's device."""
+    """Weights from the run's seed, on the mask's device."""
     return made_model(config, task, mask).to(mask.device)
 
 
 def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
-    """The model of `build_model`, on the default device."""
     torch.manual_seed(config.seed)
     layers = [mask] * config.depth
     sizes: dict[str, Any] = {

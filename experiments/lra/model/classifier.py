@@ -19,14 +19,8 @@ POOLS = ("cls", "first", "mean", "max", "mean+max")
 
 
 class Classifier(Encoder):
-    """Predicts a class.
-
-    towers: sequences per example. With two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's
-        "NLI").
-    pool: "cls" and "first" read position 0, which holds [CLS] or the example's first token; "mean" and "max" read all
-        live positions.
-    sizes: the encoder's; see encoder.py.
-    """
+    """towers: sequences per example; with two, the head reads [x, y, x * y, x - y] (the arena's "NLI"). pool: "cls" and
+    "first" read position 0; "mean" and "max" all live positions."""
 
     def __init__(
         self,
@@ -47,11 +41,11 @@ class Classifier(Encoder):
         self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Logits [B, C] for ids [B * T, N]; other arguments as in `Encoder.encode`."""
+        """Logits [B, C] for ids [B * T, N]."""
         return self.answers(self.encode(ids, lengths, places, padded), lengths)
 
     def answers(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Logits [B, C] from the encoder's features [B * T, N, W]."""
+        """Logits [B, C] from features [B * T, N, W]."""
         pooled = pool(x, lengths, self.pool)  # [B * T, W]
         if self.towers == 2:
             first, second = pooled[0::2], pooled[1::2]
@@ -61,7 +55,7 @@ class Classifier(Encoder):
 
 
 def pool(x: Tensor, lengths: Tensor, how: str) -> Tensor:
-    """One vector [B, W] for each sequence of x [B, N, W]; [B, 2 W] for "mean+max"."""
+    """[B, W] for each sequence of x [B, N, W]; [B, 2 W] for "mean+max"."""
     if how in ("cls", "first"):
         return x[:, 0]
     live = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]  # [B, N, 1]

@@ -88,25 +88,22 @@ class Encoder(nn.Module):
         self.shared: SharedSequences | None = None
 
     def compile_layers(self) -> None:
-        """Compile the parts of the layers around attention for training. Evaluation is not compiled."""
+        """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
 
     def share_sequences(self, ranks: Ranks) -> SharedSequences:
-        """Share the tokens of every sequence among the processes of `ranks` with the same share of a batch.
-
-        All of them return the same features. The mean of their gradients is the gradient.
-        """
+        """Among the processes of `ranks` with the same share of a batch. All return the same features; the mean of
+        their gradients is the gradient."""
         self.shared = SharedSequences(ranks)
         return self.shared
 
     def encode(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Features [B, N, W] of ids [B, N]; positions from lengths [B] on are padding, which attention ignores.
+        """Features [B, N, W] of ids [B, N]; positions from lengths [B] on are padding.
 
-        places: the original indices of the tokens if some were dropped, [B, N]; else None.
-        padded: False promises a batch without padding.
+        places: original indices of the tokens, [B, N], if some were dropped. padded: False promises no padding.
         """
         length = ids.shape[1]
-        depths = None if self.nesting is None else self.nesting.depths(ids)  # from all earlier tokens
+        depths = None if self.nesting is None else self.nesting.depths(ids)
         layout = None
         if self.shared is not None:
             layout = self.shared.plan(self.cropped(self.masks[0], length))
@@ -115,8 +112,7 @@ class Encoder(nn.Module):
             depths = None if depths is None else layout.scatter(depths, -1)
         x = self.embedding(ids)
         if self.positions is not None:
-            # Not positions[places]: its gradient would add tokens with equal positions serially, and all padding has
-            # one position.
+            # Indexing's gradient would add tokens with equal positions serially.
             x = x + (self.positions[:length] if places is None else F.embedding(places, self.positions))
         if self.nesting is not None and depths is not None:
             x = x + self.nesting(depths)
@@ -139,20 +135,16 @@ class Encoder(nn.Module):
         return features if self.shared is None or layout is None else self.shared.gather(features, layout)
 
     def cropped(self, mask: BlockMask, length: int) -> BlockMask:
-        """A layer's mask for batches of `length` positions."""
         key = (id(mask), length)
         if key not in self._cropped:
-            # The mask is used for training too, and autograd refuses tensors made in inference mode.
+            # Autograd refuses tensors of inference mode.
             with torch.inference_mode(False):
                 whole = length == mask.q_len
                 self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
         return self._cropped[key]
 
     def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
-        """Each layer's mask for a batch of `length` positions, with its padding.
-
-        Layers with one mask also share the library's plan for this batch's lengths.
-        """
+        """With the batch's padding; layers with one mask share its plan."""
         padded: dict[int, BlockMask] = {}
         for mask in self.masks:
             if id(mask) not in padded:
@@ -160,7 +152,7 @@ class Encoder(nn.Module):
         return [padded[id(mask)] for mask in self.masks]
 
     def plans_for(self, layout: ShardPlan, lengths: Tensor | None) -> list[ShardPlan]:
-        """Each layer's plan if several processes share the tokens as in `layout`. lengths: None without padding."""
+        """If several processes share the tokens. lengths: None without padding."""
         assert self.shared is not None
         found: dict[int, ShardPlan] = {}
         for mask in self.masks:
@@ -170,7 +162,7 @@ class Encoder(nn.Module):
         return [found[id(mask)] for mask in self.masks]
 
     def element_masks_for(self, length: int, lengths: Tensor | None) -> list[ElementMask]:
-        """Each layer's mask for implementations without block masks. lengths: None without padding."""
+        """lengths: None without padding."""
         found: dict[int, ElementMask] = {}
         for mask in self.masks:
             if id(mask) not in self._patterns:

@@ -1,7 +1,6 @@
 """Position embeddings: by token index, and by nesting depth.
 
-The index counts the whole sequence, including [CLS] and dropped tokens. Rotary positions are in
-experiments/training/layers/rotary.py.
+The index counts the whole sequence, including [CLS] and dropped tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "rotary2d", "nested")
-_DEEPEST = 31  # deeper tokens have the vector of this depth
+_DEEPEST = 31  # for deeper tokens, too
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """Fixed positions [N, W]: sines and cosines of wavelengths 2 pi to 20,000 pi (Vaswani et al., 2017)."""
+    """[N, W]: wavelengths 2 pi to 20,000 pi (Vaswani et al., 2017)."""
     if width % 2:
         raise ValueError(f"sinusoidal positions need an even width; got {width}")
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
@@ -27,16 +26,14 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class Brackets(NamedTuple):
-    """The ids of opening and closing brackets."""
-
     opening: tuple[int, ...]
     closing: tuple[int, ...]
 
 
 class Nesting(nn.Module):
-    """A learned vector for each nesting depth, added to the embedding.
+    """A learned vector for each nesting depth.
 
-    The depth is a sum over all earlier brackets, and sparse attention sees only some of them.
+    Sparse attention sees only some of the earlier brackets.
     """
 
     change: Tensor
@@ -51,11 +48,11 @@ class Nesting(nn.Module):
         nn.init.normal_(self.vectors.weight, std=width**-0.5)
 
     def depths(self, ids: Tensor) -> Tensor:
-        """The number of open brackets around each of the ids [B, N]; a bracket is not inside itself."""
+        """Open brackets around each of the ids [B, N]."""
         change = self.change[ids]
         return (change.cumsum(-1) - change.clamp(min=0)).clamp(0, _DEEPEST)
 
     def forward(self, depths: Tensor) -> Tensor:
-        """Vectors [B, N, W] for depths [B, N]."""
+        """[B, N, W]."""
         vectors: Tensor = self.vectors(depths)
         return vectors

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from experiments.lra.config import GENERATOR, VALIDATION
+from experiments.lra.config import DEFAULTS, GENERATOR, VALIDATION
 from experiments.lra.tasks.task import Options
 from experiments.training.reading import read_json, reading
 from experiments.training.run_log import read
@@ -144,7 +144,7 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         best_rule_accuracy=rules[best],
         seeds=" ".join(str(run.seed) for run in ordered),
         initial=described(first.get("initial"), first.get("data", {}).get("origin", "")),
-        positions=first["config"]["positions"],
+        positions=first["config"].get("positions", DEFAULTS["positions"]),
         inputs=changed_inputs({**_BEFORE, **first["config"]}),
         steps=max(operator.index(metrics["steps"]) for metrics in runs),
         tested_steps=" ".join(tested_steps(runs)),

@@ -1,6 +1,6 @@
-"""Checks the implementations before they are timed: the whole model's logits and gradients against fp64.
+"""The whole model's logits and gradients against fp64, before implementations are timed.
 
-The tolerance comes from the rounding error of standard attention in the model's dtype, under the same mask.
+The tolerance is twice the error of standard attention in the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from experiments.lra.model.build import build_model, mask_of
 from experiments.lra.table.shapes import ragged_batch, without_dropout
 from experiments.lra.tasks import TASKS
 
-ALLOWED = 2.0  # times the error of standard attention
+ALLOWED = 2.0
 
-Results = dict[str, Tensor]  # the logits, and the gradient of every parameter, by name
+Results = dict[str, Tensor]
 
 
 class Yardstick:
-    """The truth and the plain error of one task's model, computed once for each mask."""
+    """Computed once for each mask."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[str, tuple[Results, float]] = {}
 
     def error_of(self, config: Config) -> float:
-        """The model's error divided by the allowed error, at most 1 for a correct model."""
+        """Divided by the allowed error."""
         config = without_dropout(config)
         plain = replace(config, attention="standard")
         if config.mask not in self._known:
@@ -42,7 +42,7 @@ class Yardstick:
 
 
 def results(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Results:
-    """Logits [B, C] and gradients of two ragged examples. dtype: replaces the precision of the whole model."""
+    """Logits [B, C] and gradients of two ragged examples, in a dtype."""
     model = build_model(config, TASKS[config.task], mask_of(config).to(device))
     batch = ragged_batch(config).to(device)
     if dtype is None:
@@ -55,10 +55,7 @@ def results(config: Config, device: torch.device, dtype: torch.dtype | None = No
 
 
 def error(found: Results, truth: Results) -> float:
-    """The root mean square over all tensors of the relative distance from the truth.
-
-    Over all tensors, because a single one, such as two logits, may be exact by chance.
-    """
+    """The root mean square over all tensors: a single one may be exact by chance."""
     tiny = torch.finfo(torch.float64).tiny
     squares = [
         ((found[name].double() - exact).norm() / exact.double().norm().clamp(min=tiny)) ** 2

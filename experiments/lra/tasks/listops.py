@@ -16,13 +16,12 @@ from experiments.lra.model.positions import Brackets
 from experiments.lra.tasks.task import Data, Kinds, Task, has_all, need
 from experiments.training.reading import read_json
 
-# Ids are symbols of the grammar plus 1; see tokens.py.
 BRACKETS = Brackets(opening=tuple(range(1 + MIN, 1 + CLOSE)), closing=(1 + CLOSE,))
 TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000, brackets=BRACKETS)
 
-ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # the first token of an expression; a single digit has no operator
+ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # a single digit has no operator
 
-# The released archive has nested folders, and a user may name any of them.
+# The released archive has nested folders.
 FOLDERS = (".", "listops-1000", "lra_release/listops-1000")
 
 ADVICE = (
@@ -33,7 +32,6 @@ ADVICE = (
 
 
 def load(folder: Path) -> Data:
-    """The splits in `folder`, or in the nested folders of the released archive."""
     place, prefix = find(folder)
     train, val, test = (open_file(place / f"{prefix}_{split}.tsv") for split in SPLITS)
     generated = prefix == "generated"
@@ -42,7 +40,7 @@ def load(folder: Path) -> Data:
 
 
 def by_root(train: Examples, test: Examples) -> Kinds:
-    """The expressions grouped by root operator, and the accuracy of the operator's most frequent training value."""
+    """And the accuracy of the operator's most frequent training value."""
     trained, groups = root_groups(train), root_groups(test)
     right = []
     for group in range(len(ROOTS)):
@@ -53,18 +51,18 @@ def by_root(train: Examples, test: Examples) -> Kinds:
 
 
 def root_groups(examples: Examples) -> NDArray[np.int64]:
-    """The index in ROOTS of each expression's root, int64 [n]."""
+    """int64 [n]."""
     groups = examples.first_symbols.astype(np.int64) - BRACKETS.opening[0]
     return np.where(groups < 0, len(ROOTS) - 1, groups)
 
 
 def origin_of(place: Path) -> str:
-    """The draws behind generated examples; overlapping bounds on lengths share some examples."""
+    """Overlapping bounds on lengths share some examples."""
     return f"ListOps, generated, seed {read_json(place / LABEL, 'the seed of generated data', 'seed')['seed']}"
 
 
 def find(folder: Path) -> tuple[Path, str]:
-    """The folder of the three files, and the prefix of their names: "basic" if released, or "generated"."""
+    """The folder, and the prefix of the names: "basic" or "generated"."""
     need(folder, ADVICE)
     for place in (folder / name for name in FOLDERS):
         for prefix in ("basic", "generated"):
@@ -76,12 +74,11 @@ def find(folder: Path) -> tuple[Path, str]:
 
 
 def open_file(path: Path) -> Examples:
-    """The examples of one file. Its symbols are ids already."""
     return cached(path.parent, path.stem, [path], lambda: read(path), shift=0)
 
 
 def read(path: Path) -> Iterator[Row]:
-    """A row for each line of a file in the released format; raises ValueError with file and line."""
+    """Raises ValueError with file and line."""
     with open(path, "rb") as file:
         header = file.readline().rstrip(b"\r\n")
         if header != b"Source\tTarget":

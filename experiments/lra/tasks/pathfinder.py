@@ -35,17 +35,17 @@ FOLDS = {
     "intermediate": "curv_contour_length_9",
     "hard": "curv_contour_length_14",
 }
-CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a path
+CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}
 SPLITS = ("shuffled", "ordered")
 _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
 
 
 def load(task: Task, folder: Path, options: Options) -> Data:
-    """Four fifths of the images for training, and a tenth each for validation and for testing.
+    """Four fifths for training, a tenth each for validation and testing.
 
-    `split="shuffled"` is `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; `"ordered"` keeps
-    file order. Empty images (the release has one) are dropped.
+    "shuffled": `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; "ordered": file order. Empty images are
+    dropped.
     """
     if options.difficulty not in FOLDS:
         raise ValueError(f"difficulty must be one of {', '.join(FOLDS)}; got {options.difficulty!r}")
@@ -85,28 +85,23 @@ def load(task: Task, folder: Path, options: Options) -> Data:
 
 
 def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
-    """A row for each image that is not empty."""
     for sample in samples:
         if not is_empty(sample):
             yield sample.label, (grey_pixels(sample.image, pixels).tobytes(),)
 
 
 def generated_origin(parameters: Parameters, seed: int) -> str:
-    """The sequence of generated images; a file is its beginning."""
+    """A file is the beginning of a sequence."""
     return f"{parameters.name}, generated, seed {seed}"
 
 
 def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
-    """The files in a folder with the names of this task's generated images."""
     return sorted(folder.glob(f"{task.name}-cl{CONTOURS[difficulty]}-generated-*.safetensors"))
 
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
-    """The images of a file of vectors, rendered into the cache once.
-
-    The baselines are rules that answer without tracing, and a small 2-D CNN if its accuracy is stored.
-    """
-    # Imported here, because Numba takes a second to import.
+    """Rendered into the cache once; baselines are rules that do not trace, and a stored small 2-D CNN."""
+    # Numba takes a second to import.
     from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.owners import marker_counts
@@ -161,7 +156,7 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
-    """A row for each image, from `arrays`, which renders several at a time, uint8 `[n, side, side]`."""
+    """From `arrays`, which renders several at a time, uint8 `[n, side, side]`."""
     for first in range(0, len(vectors), _RENDERED_AT_ONCE):
         images = arrays(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):

@@ -17,7 +17,6 @@ ADVICE = f"place {', '.join(NAMES)} of the Long Range Arena release (its folder 
 
 
 def load(folder: Path) -> Data:
-    """The splits in `folder`, or in the nested folders of the released archive."""
     need(folder, ADVICE)
     for place in (folder / name for name in FOLDERS):
         if has_all(place, NAMES, ADVICE):
@@ -31,7 +30,7 @@ def open_file(path: Path) -> Examples:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """A row for each line: a label, two ids, and the first 4,000 bytes of two texts. The file has no header."""
+    """A label, two ids, and the first 4,000 bytes of two texts; no header."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             fields = line.rstrip(b"\r\n").split(b"\t")

@@ -1,5 +1,3 @@
-"""The description of a task, and of its data."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -15,16 +13,16 @@ from experiments.lra.model.positions import Brackets
 
 @dataclass(frozen=True)
 class Task:
-    """The facts about a task that a model needs. Id 0 is padding, and the last id is [CLS]."""
+    """Id 0 is padding, and the last id is [CLS]."""
 
     name: str
-    vocabulary: int  # number of ids, including padding and [CLS]
+    vocabulary: int
     classes: int
-    towers: int = 1  # sequences per example; 2: both are encoded in the same way, and the head compares them
-    longest: int = 0  # tokens of a sequence that published models see
-    side: int | None = None  # pixels along a side of a square image, which is stored in rows
-    brackets: Brackets | None = None  # the brackets of expressions
-    pixel_classes: int = 0  # classes of drawn pixels, for images from a generator
+    towers: int = 1  # sequences per example
+    longest: int = 0  # of a sequence that published models see
+    side: int | None = None  # pixels
+    brackets: Brackets | None = None
+    pixel_classes: int = 0  # of drawn pixels
 
     @property
     def cls(self) -> int:
@@ -33,45 +31,43 @@ class Task:
 
 @dataclass(frozen=True)
 class Kinds:
-    """Groups of the test examples that may affect accuracy."""
-
     by: str
     names: tuple[str, ...]
-    of_test: NDArray[np.integer]  # [n], the group of each test example
-    rules: dict[str, tuple[float, ...]]  # the accuracy of each baseline rule in each group
+    of_test: NDArray[np.integer]  # [n]
+    rules: dict[str, tuple[float, ...]]  # accuracy in each group
 
 
 @dataclass(frozen=True)
 class Data:
     task: Task
     folder: Path
-    origin: str  # the source of the examples, for any number and split
-    generated: bool  # generated, not the released files
+    origin: str
+    generated: bool  # not the released files
     train: Examples
     val: Examples
     test: Examples
-    shortcuts: Callable[[], list[tuple[str, float]]] = list  # baseline rules with their accuracies; slow
-    kinds: Callable[[], Kinds] | None = None  # slow too; None if the examples have no groups
-    # The classes of the training images' pixels (pixel_labels.py), in the order of `train`; None if unknown.
+    shortcuts: Callable[[], list[tuple[str, float]]] = list  # accuracies; slow
+    kinds: Callable[[], Kinds] | None = None  # slow, too
+    # In the order of `train`; None if unknown.
     pixel_labels: Callable[[], Examples] | None = None
 
 
 @dataclass(frozen=True)
 class Options:
-    """A user's choices about the data of a task; each task uses the applicable ones."""
+    """Each task uses the applicable ones."""
 
     difficulty: str = "hard"  # Pathfinder: easy, intermediate, hard
     split: str = "shuffled"  # Pathfinder: shuffled (S4, MEGA and most others) or ordered
 
 
 def need(folder: Path, advice: str) -> None:
-    """Raises FileNotFoundError, with advice on the expected contents, if the folder is missing."""
+    """Raises FileNotFoundError with the advice."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the data folder {folder} does not exist; {advice}")
 
 
 def has_all(place: Path, names: Sequence[str], advice: str) -> bool:
-    """Whether a folder holds these files; raises FileNotFoundError, with advice, if it holds only some."""
+    """Raises FileNotFoundError if a folder holds only some."""
     missing = [name for name in names if not (place / name).is_file()]
     if 0 < len(missing) < len(names):
         raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {advice}")

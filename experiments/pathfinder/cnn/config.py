@@ -1,5 +1,3 @@
-"""The settings of a network."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ class Config:
     width: int = 16
     blocks: int = 1
     batch: int = 64
-    lr: float = 2e-3  # AdamW's peak; it rises over `warmup` steps, then falls as a cosine to 0
+    lr: float = 2e-3  # AdamW's peak: it rises over `warmup` steps, then falls as a cosine to 0
     warmup: int = 100
     weight_decay: float = 0.01
     steps: int | None = None

@@ -21,8 +21,6 @@ from experiments.training.prefetch import Prefetcher
 
 
 class Batch(NamedTuple):
-    """B images on the device."""
-
     images: Tensor  # uint8 [B, S, S]
     labels: Tensor  # int64 [B]
 
@@ -30,10 +28,7 @@ class Batch(NamedTuple):
 def fresh(
     parameters: Parameters, seed: int, size: int, prefetcher: Prefetcher, device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Batches of `size` images that other processes draw and that are used once.
-
-    seed: the run's; no other run and no test shares its images.
-    """
+    """Batches of `size` images that are used once. seed: the run's; no other run and no test shares its images."""
     calls = ((parameters, training_seed(seed), step, size) for step in count())
     everything = torch.arange(size)
     for vectors in prefetcher.in_order(drawn_for, calls):
@@ -46,10 +41,8 @@ def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vector
 
 
 def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Generator[Batch, None, None]:
-    """Batches of `size` of the same images, in a new order each time; an incomplete last batch is dropped.
-
-    Each batch is augmented by one of the eight symmetries of a square, which keep the answers.
-    """
+    """Batches of the same images in a new order each time, each under one of the eight symmetries of a square; an
+    incomplete last batch is dropped."""
     if len(vectors) < size:
         raise ValueError(f"a batch must not exceed the file's {len(vectors)} images; got {size}")
     renderer = DeviceRenderer(vectors, device)
@@ -70,13 +63,11 @@ def turned(images: Tensor, way: int) -> Tensor:
 
 
 def batch(renderer: DeviceRenderer, vectors: Vectors, indices: Tensor) -> Batch:
-    """The images with these indices, int64 [B]."""
     labels = torch.from_numpy(vectors.labels[indices.numpy()]).to(renderer.device).long()
     return Batch(renderer(indices), labels)
 
 
 def in_order(vectors: Vectors, size: int, device: torch.device) -> Iterator[Batch]:
-    """All images once; the last batch may be smaller."""
     renderer = DeviceRenderer(vectors, device)
     for indices in torch.arange(len(vectors)).split(size):
         yield batch(renderer, vectors, indices)
@@ -89,10 +80,8 @@ def test_file(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """The file of test images, with a seed that no training uses, written if missing.
-
-    With the Long Range Arena's parameters, the complete file is the common test set, checked by its hash.
-    """
+    """Test images, with a seed that no training uses, written if missing; with the arena's parameters the common test
+    set, checked by its hash."""
     if parameters.is_lra and images == testset.IMAGES:
         return testset.test_set(parameters.size, parameters.contour_length, folder, workers=workers, progress=progress)
     return generate(Settings(parameters, images, TEST_SEED), folder, workers=workers, progress=progress)

@@ -1,5 +1,3 @@
-"""The network: residual 3 x 3 convolutions that repeatedly halve an image, down to 2 x 2 positions."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -8,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALLEST = 2  # positions along a side after the last convolution
-WIDEST = 4  # relative to the first stage's channels
+SMALLEST = 2  # positions along a side
+WIDEST = 4  # relative to the first stage
 
-Normalisation = Callable[[int], nn.Module]  # makes a normalisation for a number of channels
+Normalisation = Callable[[int], nn.Module]
 
 
 class SmallCNN(nn.Module):
@@ -19,8 +17,6 @@ class SmallCNN(nn.Module):
 
     >>> SmallCNN(32)(torch.zeros(3, 32, 32, dtype=torch.uint8)).shape
     torch.Size([3, 2])
-
-    Larger images are halved more often, so that each last position sees the whole image.
     """
 
     def __init__(self, size: int, width: int = 16, blocks: int = 1, classes: int = 2) -> None:
@@ -57,8 +53,6 @@ def widths(size: int, width: int) -> list[int]:
 
 
 class Block(nn.Module):
-    """Two convolutions, added to their input, which is converted to their shape."""
-
     def __init__(self, before: int, after: int, stride: int, norm: Normalisation = nn.BatchNorm2d) -> None:
         super().__init__()
         first = normed(before, after, kernel=3, stride=stride, norm=norm)
@@ -69,14 +63,13 @@ class Block(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, before, H, W]. [B, after, H / stride, W / stride], rounded up"""
-        # Subsampled before the 1 x 1 convolution, not by its equivalent stride: on the CPU, that backward in PyTorch
-        # 2.13 writes past its memory with fewer than eight input channels.
+        """[B, before, H, W] to [B, after, H / stride, W / stride], rounded up"""
+        # Subsampled before the 1 x 1 convolution: with fewer than eight input channels, PyTorch 2.13's backward of the
+        # equivalent stride writes past its memory on the CPU.
         return F.relu(self.convolutions(x) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))
 
 
 def normed(
     before: int, after: int, *, kernel: int, stride: int, norm: Normalisation = nn.BatchNorm2d
 ) -> list[nn.Module]:
-    """A convolution and its normalisation, whose bias replaces the convolution's."""
     return [nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False), norm(after)]

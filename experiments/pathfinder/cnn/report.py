@@ -1,5 +1,3 @@
-"""The results of networks as Markdown, beside rules that trace nothing."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

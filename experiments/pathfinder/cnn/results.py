@@ -1,4 +1,4 @@
-"""Stored results of networks, one small file for each kind of images, as baselines.
+"""Stored results of networks, one file for each kind of images.
 
 experiments/results/pathfinder/cnn-pathfinder32-cl14.json
 """
@@ -12,18 +12,16 @@ from experiments.training.atomic_files import write_json
 from experiments.training.reading import read_json
 
 STORED = Path(__file__).parents[2] / "results" / "pathfinder"
-RULE = "small 2-D CNN"  # its name in tables of baselines
+RULE = "small 2-D CNN"
 
-Figure = dict[str, Any]  # plain values, see run.py
+Figure = dict[str, Any]
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """The path of the result for a kind of images; name: of its parameters."""
     return folder / f"cnn-{name}.json"
 
 
 def write(figure: Figure, folder: Path) -> Path:
-    """Write a result, replacing an earlier one for the same kind of images."""
     folder.mkdir(parents=True, exist_ok=True)
     path = path_of(figure["images_of"], folder)
     write_json(path, figure)
@@ -31,7 +29,7 @@ def write(figure: Figure, folder: Path) -> Path:
 
 
 def stored(name: str, folder: Path | None = None) -> Figure | None:
-    """The result for a kind of images, by default from the repository; None if missing."""
+    """By default from the repository; None if missing."""
     path = path_of(name, STORED if folder is None else folder)
     if not path.is_file():
         return None
@@ -39,13 +37,13 @@ def stored(name: str, folder: Path | None = None) -> Figure | None:
 
 
 def as_rule(figure: Figure) -> Figure:
-    """A result in the form of the rules of `experiments.pathfinder.bins.by_distance`."""
+    """In the form of the rules of `experiments.pathfinder.bins.by_distance`."""
     kept = {name: figure[name] for name in ("rule", "accuracy", "error", "images")}
     return kept | {"by_distance": figure["by_distance"]["accuracy"]}
 
 
 def all_in(folder: Path) -> list[Figure]:
-    """All results in a folder, by size, then contour length."""
+    """By size, then contour length."""
     figures = [
         read_json(path, "the result of a network", "size", "contour", "images_of")
         for path in folder.glob(path_of("*", folder).name)

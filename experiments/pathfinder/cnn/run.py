@@ -1,5 +1,3 @@
-"""Trains and tests a network on one kind of images. The result holds all facts needed to judge and repeat it."""
-
 from __future__ import annotations
 
 import math
@@ -30,22 +28,19 @@ from experiments.training.workers import available_cores
 
 @dataclass(frozen=True)
 class Source:
-    """The training images of a network: from a file, or fresh."""
-
     parameters: Parameters
     vectors: Vectors | None = None
     name: str = "fresh images"
 
     @classmethod
     def of_file(cls, path: Path) -> Source:
-        """The images of a file. Raises ValueError for a file of test images, and if `load` does."""
+        """Raises ValueError for a file of test images."""
         vectors = load(path)
         if vectors.seed == TEST_SEED:
             raise ValueError(f"{path} must hold other images than a test set's; its seed, {TEST_SEED}, is theirs")
         return cls(vectors.parameters, vectors, path.name)
 
     def batches(self, config: Config, prefetcher: Prefetcher, device: torch.device) -> Generator[Batch, None, None]:
-        """The batches for `Training.train`."""
         if self.vectors is None:
             return fresh(self.parameters, config.seed, config.batch, prefetcher, device)
         return repeated(self.vectors, config.seed, config.batch, device)
@@ -57,22 +52,19 @@ def train(
     workers: int | None,
     report: Callable[[Record], None] = lambda record: None,
 ) -> None:
-    """Train a network on its images.
-
-    workers: processes that draw fresh images; 0: none; by default all cores but one. A file's images need none.
-    """
+    """workers: processes that draw fresh images; 0: none; by default all cores but one."""
     with (
         Prefetcher(workers if source.vectors is None else 0) as prefetcher,
         closing(source.batches(training.config, prefetcher, training.device)) as batches,
     ):
         if training.device.type == "cpu":
-            # Threads that share cores with the drawing processes wait for each other, which is much slower.
+            # Threads that share cores with the drawing processes wait for each other.
             torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - prefetcher.workers)))
         training.train(batches, report)
 
 
 def tested(training: Training, source: Source, file: Path) -> Figure:
-    """A network's accuracy on a file of other images, as plain values. Times are in seconds, losses in nats."""
+    """The accuracy on other images. Times in seconds, losses in nats."""
     vectors = load(file)
     right, loss = answers(training.model, vectors, training.config, training.device)
     config, parameters = training.config, source.parameters
@@ -106,6 +98,5 @@ def tested(training: Training, source: Source, file: Path) -> Figure:
 
 
 def accuracy(right: NDArray[np.bool_]) -> dict[str, float | int]:
-    """The share of right answers, its standard error, and the number of images."""
     part = float(right.mean())
     return {"accuracy": part, "error": math.sqrt(part * (1 - part) / len(right)), "images": len(right)}

@@ -1,5 +1,3 @@
-"""Trains the network, and tests it on other images."""
-
 from __future__ import annotations
 
 import math
@@ -21,20 +19,20 @@ from experiments.training.lr_schedule import factor
 from experiments.training.run_log import Record
 from experiments.training.steps import autocast
 
-LOG_EVERY = 20  # steps; reading a loss waits for the device
+LOG_EVERY = 20  # reading a loss waits for the device
 
 
 @dataclass
 class Training:
-    """A network in training. If only its steps are limited, its weights depend only on config and images."""
+    """If only its steps are limited, the weights depend only on config and images."""
 
     config: Config
-    size: int  # of the images, in pixels
+    size: int  # pixels
     device: torch.device
     model: SmallCNN = field(init=False)
     step: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)  # since the first batch arrived
-    last: Record = field(default_factory=dict, init=False)  # the newest log record
+    last: Record = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         if self.size <= SMALLEST:
@@ -45,17 +43,13 @@ class Training:
 
     @property
     def progress(self) -> float:
-        """The finished share, by steps or time, whichever is larger."""
         by_step = 0.0 if self.config.steps is None else self.step / self.config.steps
         by_time = 0.0 if self.config.minutes is None else self.seconds / (60 * self.config.minutes)
         return max(by_step, by_time)
 
     def train(self, batches: Iterator[Batch], report: Callable[[Record], None] = lambda record: None) -> None:
-        """Train to the end.
-
-        report: called every LOG_EVERY steps and at the end with the means of the steps since. Raises FloatingPointError
-            if the loss is not a number.
-        """
+        """report: called every LOG_EVERY steps and at the end with means. Raises FloatingPointError if the loss is not
+        a number."""
         config = self.config
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.model.train()
@@ -64,7 +58,7 @@ class Training:
         while self.progress < 1:
             images, labels = next(batches)
             if begun is None:
-                begun = time.perf_counter()  # time of starting the drawing processes does not count
+                begun = time.perf_counter()  # starting the drawing processes does not count
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * factor("cosine", self.step, config.warmup, self.progress)
             outcomes.append(training_step(self.model, optimizer, images, labels, config.precision))
@@ -75,7 +69,7 @@ class Training:
                 outcomes, logged = [], self.seconds
 
     def _log(self, outcomes: list[Tensor], begun: float, logged: float, report: Callable[[Record], None]) -> None:
-        """Wait for the device, and report the steps since the last report, `logged` seconds after the beginning."""
+        """Waits for the device; `logged`: seconds after the beginning."""
         loss, right = torch.stack(outcomes).mean(0).tolist()
         self.seconds = time.perf_counter() - begun
         if not math.isfinite(loss):
@@ -88,7 +82,7 @@ class Training:
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, precision: str
 ) -> Tensor:
-    """Update the weights with one step; returns the batch's mean loss and accuracy, [2], on the device."""
+    """The batch's mean loss and accuracy, [2], on the device."""
     logits = logits_of(model, images, precision)
     loss = F.cross_entropy(logits, labels)
     optimizer.zero_grad(set_to_none=True)
@@ -98,7 +92,6 @@ def training_step(
 
 
 def logits_of(model: nn.Module, images: Tensor, precision: str) -> Tensor:
-    """[B, 2] in fp32."""
     with autocast(images.device, precision):
         logits: Tensor = model(images)
     return logits.float()
@@ -108,7 +101,7 @@ def logits_of(model: nn.Module, images: Tensor, precision: str) -> Tensor:
 def answers(
     model: nn.Module, vectors: Vectors, config: Config, device: torch.device
 ) -> tuple[NDArray[np.bool_], float]:
-    """Whether the model answers each image correctly, bool [n], and the mean cross-entropy in nats."""
+    """Right answers, bool [n], and the mean cross-entropy in nats."""
     model.eval()
     right, losses = [], []
     for images, labels in in_order(vectors, max(config.batch, 128), device):

@@ -1,7 +1,6 @@
 """The batches of a stage: fresh images, drawn, rendered and packed.
 
-A batch is a function of settings, stage, step and the number of earlier runs. So batches do not depend on the number of
-processes, and a resumed run can begin anywhere.
+A batch is a function of settings, stage, step and the number of earlier runs, not of the number of processes.
 """
 
 from __future__ import annotations
@@ -39,12 +38,10 @@ _FEWEST, _FEWEST_BRIGHT = 256, {32: 112, 64: 256}
 
 @dataclass(frozen=True)
 class Recipe:
-    """All inputs of a stage's batches except the step."""
-
-    number: int  # of the stage in the curriculum
+    number: int  # of the stage
     size: int
-    contours: tuple[int, ...]  # used in turns by training images; other images have the first
-    seed: int  # of the images
+    contours: tuple[int, ...]  # used in turns; other images have the first
+    seed: int
     background: str
     tokens: int
     layers: tuple[Relation, ...]
@@ -60,7 +57,7 @@ class Recipe:
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
-    """The recipe of a stage. earlier: the number of earlier runs that trained the initial weights."""
+    """earlier: runs that trained the initial weights."""
     stage: Stage = config.curriculum[number]
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
@@ -79,14 +76,12 @@ def most_images(recipe: Recipe) -> int:
 
 
 def most_blocks(recipe: Recipe) -> int:
-    """The expected maximum number of blocks of an image."""
     if recipe.background == "keep":
         return blocks_of_whole(recipe)
     return -(-(recipe.registers + most_tokens(recipe.size)) // recipe.block)
 
 
 def blocks_of_whole(recipe: Recipe) -> int:
-    """The number of blocks of an image if all pixels are tokens."""
     return recipe.size**2 // recipe.block + (recipe.registers > 0)
 
 
@@ -147,7 +142,7 @@ def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
 
 
 def make(recipe: Recipe, step: int) -> Packed:
-    """The batch of a step (from 0): images in index order, up to the first that does not fit."""
+    """Of a step (from 0): images in index order, up to the first that does not fit."""
     blocks = recipe.tokens // recipe.block
     keeps = recipe.background == "keep"
     images, labels, pixel_labels = [], [], []
@@ -182,7 +177,7 @@ def make(recipe: Recipe, step: int) -> Packed:
 
 
 def drawing_index(recipe: Recipe, index: int) -> int:
-    """The index of a training image's drawing: its own, or one of a fixed number, drawn with replacement."""
+    """Its own, or one of a fixed number, drawn with replacement."""
     if recipe.images is None:
         return index
     chosen = int(np.random.default_rng([recipe.seed, index, DRAWING_STREAM]).integers(recipe.images))
@@ -209,10 +204,7 @@ def training_image(recipe: Recipe, drawing: Drawn, index: int) -> NDArray[np.uin
 
 
 def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np.uint8], int]:
-    """A released training image and its label. Choice and rendering depend only on seed and index.
-
-    Images are drawn with replacement, so that steps are independent.
-    """
+    """A released training image and its label, drawn with replacement by seed and index."""
     samples = samples_of(folder_of_fold(Path(recipe.release or ""), recipe.size, contour), "training")
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
     sample = samples[random.integers(len(samples))]
@@ -223,23 +215,22 @@ def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np
 
 
 def faint_or_not(recipe: Recipe, image: NDArray[np.uint8], random: np.random.Generator) -> NDArray[np.uint8]:
-    """A training image without its background or, sometimes, with its faint pixels, so that models see both.
+    """Without its background or, sometimes, with its faint pixels.
 
-    An image with noise everywhere never keeps them: it would have too many tokens.
+    With noise everywhere they would be too many tokens.
     """
     keeps = random.random() < WITH_FAINT_PIXELS and np.count_nonzero(image) <= most_tokens(recipe.size)
     return image if keeps else without_background(image, recipe)
 
 
 def without_background(image: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
-    """The image with black background, to be dropped; unchanged if all pixels are tokens."""
+    """Unchanged if all pixels are tokens."""
     if recipe.background == "keep" or recipe.floor == 1:
         return image
     return np.where(image < recipe.floor, np.uint8(0), image)
 
 
 def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
-    """Images first .. last - 1 as one batch, as long as needed."""
     labels = vectors.labels[first:last].tolist()
     pixel_labels = list(marker_counts(vectors, first, last)) if recipe.pixel_labels else None
     return pack_images(recipe, list(render(vectors, first, last)), labels, pixel_labels)
@@ -251,7 +242,6 @@ def pack_images(
     labels: Sequence[int],
     pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
 ) -> Packed:
-    """Images, uint8 [size, size], as one batch, as long as needed."""
     images = [without_background(image, recipe) for image in images]
     form = stack if recipe.background == "keep" else pack
     return form(
@@ -260,10 +250,7 @@ def pack_images(
 
 
 def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of the recipe's seed as one batch, rendered as in training.
-
-    For a release, unchanged images of its validation split.
-    """
+    """Of the recipe's seed, rendered as in training; for a release, images of its validation split."""
     if recipe.release is not None:
         return pack_released(recipe, folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0]),
                              "validation", first, last)  # fmt: skip
@@ -279,18 +266,17 @@ def pack_strokes(recipe: Recipe, style: str, first: int, last: int) -> Packed:
 
 
 def pack_released(recipe: Recipe, place: Path, split: str, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of a split of released images as one batch; fewer if the split has fewer."""
+    """Fewer if the split has fewer."""
     chosen = samples_of(place, split)[first:last]
     return pack_images(recipe, [image_of(sample, recipe.size) for sample in chosen], [each.label for each in chosen])
 
 
 def images_at_once(recipe: Recipe) -> int:
-    """The number of images in a batch of about the recipe's tokens, for passes over a whole set."""
+    """About the recipe's tokens, for passes over a whole set."""
     most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
     return max(1, recipe.tokens // most)
 
 
 def batches_of(recipe: Recipe, images: int) -> list[tuple[int, int]]:
-    """The first image and the end of each batch of a whole set."""
     each = images_at_once(recipe)
     return [(first, min(first + each, images)) for first in range(0, images, each)]

@@ -1,5 +1,3 @@
-"""A batch on the device, with the mask of every layer."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,25 +19,23 @@ from sparseflash import BlockMask
 
 @dataclass(frozen=True)
 class Order:
-    """An order of the tokens that differs from the stored one."""
-
-    order: Tensor  # int64 [N]: token t in this order is stored token order[t]
-    inverse: Tensor  # int64 [N]: the index of each stored token in this order
+    order: Tensor  # int64 [N]: token t is stored token order[t]
+    inverse: Tensor  # int64 [N]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """I images as tensors on one device; see packing.Packed."""
+    """I images; see packing.Packed."""
 
     ids: Tensor  # int16 [B, N]; below 0: padding
     y: Tensor  # int16 [1, N]
     x: Tensor  # int16 [1, N]
-    labels: Tensor  # int64 [I]; NO_LABEL for an entry without an image
+    labels: Tensor  # int64 [I]; NO_LABEL without an image
     blocks: Tensor  # int64 [I, K]
     block: int
-    side: int  # pixels along a side of the images
+    side: int  # pixels
     orders: dict[str, Order]
-    masks: tuple[BlockMask, ...]  # one for each layer, in the layer's order
+    masks: tuple[BlockMask, ...]  # of each layer, in its order
     layer_orders: tuple[str, ...]
     pixel_labels: Tensor | None  # uint8 [B, N]
     tokens: int
@@ -47,25 +43,23 @@ class Batch:
 
     @property
     def live(self) -> Tensor:
-        """Which tokens are not padding: bool [B, N]."""
+        """bool [B, N]"""
         return self.ids >= 0
 
 
 def on_device(packed: Packed, layers: Sequence[Relation], device: torch.device, registers: int = 0) -> Batch:
-    """The batch of a packing, with its masks. The host does not wait for the device."""
+    """The host does not wait for the device."""
     tensors = {name: moved(array, device) for name, array in arrays_of(packed).items()}
     return batch_of(tensors, layers, packed.block, registers, side=packed.side, tokens=packed.tokens,
                     images=packed.images)  # fmt: skip
 
 
 def moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array on the device, without waiting on the host."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def arrays_of(packed: Packed) -> dict[str, NDArray[np.generic]]:
-    """The arrays of a packing for the device, by name."""
     arrays: dict[str, NDArray[np.generic]] = {
         "ids": packed.ids, "y": packed.y, "x": packed.x, "blocks": packed.blocks.astype(np.int64),
         "labels": packed.labels.astype(np.int64),
@@ -88,10 +82,9 @@ def batch_of(
     tokens: int,
     images: int,
 ) -> Batch:
-    """The batch from the tensors of `arrays_of`: all computations on the device.
+    """All computations on the device, from the tensors of `arrays_of`.
 
-    The tensors may be larger than the batch (static_packing.py). Then some images have no blocks and the label
-    `NO_LABEL`, and some tiles belong to no row.
+    They may be larger than the batch: images without blocks have the label `NO_LABEL`, and some tiles belong to no row.
     """
     ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
     orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}
@@ -121,7 +114,7 @@ _GRID_MASKS: dict[tuple[Relation, int, int, int, torch.device], BlockMask] = {}
 
 
 def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, device: torch.device) -> BlockMask:
-    """The mask on the device, made once together with its plan."""
+    """Made once together with its plan."""
     key = (relation, side, block, registers, device)
     if key not in _GRID_MASKS:
         _GRID_MASKS[key] = grid_mask(relation, side, block, registers).to(device)
@@ -129,7 +122,6 @@ def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, d
 
 
 def between(batch: Batch, now: str, then: str) -> Order:
-    """The permutation from one token order to another."""
     if now == BASE:
         return batch.orders[then]
     if then == BASE:

@@ -1,7 +1,6 @@
 """Self-pretraining: the model predicts hidden pixels (Amos, Berant and Gupta, 2024).
 
-A hidden pixel looks black. If black pixels are dropped, no other token looks like it; if all pixels are tokens, the
-model must also find out which black pixels are hidden. The loss covers only hidden pixels.
+A hidden pixel looks black. The loss covers only hidden pixels.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import numpy as np
 
 from experiments.pathx.data.packing import LEVELS, Packed
 
-HIDDEN = 0  # the grey level that replaces a hidden pixel
+HIDDEN = 0
 
 
 def hide(packed: Packed, share: float, random: np.random.Generator) -> Packed:
-    """The packing with this share of its drawn pixels hidden, at least one, and with all grey levels as labels.
+    """At least one of the drawn pixels is hidden; all grey levels are labels.
 
-    The masks do not change: they depend only on positions.
+    Masks depend only on positions.
     """
     is_pixel = (packed.ids >= 0) & (packed.ids < LEVELS)
     levels = np.where(is_pixel, packed.ids, 0).astype(np.uint8)

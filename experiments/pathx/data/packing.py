@@ -19,7 +19,7 @@ from experiments.pathx.masks.orders import BASE, pixels_in
 from experiments.pathx.masks.relations import Relation
 from experiments.training.steps import BatchSize
 
-LEVELS = 256  # of grey; token LEVELS + r is register r
+LEVELS = 256  # token LEVELS + r is register r
 PADDING = -1
 BACKGROUNDS = ("drop", "keep")
 
@@ -76,7 +76,7 @@ class Packed:
 
 
 def blocks_needed(image: NDArray[np.uint8], registers: int, block: int) -> int:
-    """The number of blocks of a packed image. image: uint8 [size, size]"""
+    """image: uint8 [size, size]"""
     return -(-max(1, registers + int(np.count_nonzero(image))) // block)
 
 
@@ -90,10 +90,7 @@ def pack(
     blocks: int | None = None,
     pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
 ) -> Packed:
-    """The drawn pixels of images, uint8 [size, size], in one sequence of `blocks` blocks.
-
-    blocks: by default as many as needed; raises ValueError if more are needed.
-    """
+    """In one sequence of `blocks` blocks, by default as many as needed; raises ValueError if more are."""
     needs = [blocks_needed(image, registers, block) for image in images]
     total = sum(needs) if blocks is None else blocks
     if sum(needs) > total:
@@ -106,7 +103,7 @@ def pack(
     of_image = np.full((len(images), max(needs)), total, np.int32)
     found: dict[Relation, list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]] = {}
     begin = 0
-    place = np.empty(side * side, np.int64)  # the index of each pixel among the image's tokens
+    place = np.empty(side * side, np.int64)  # of each pixel among the tokens
     for number, (image, need) in enumerate(zip(images, needs)):
         of_image[number, :need] = begin + np.arange(need)
         first = begin * block
@@ -176,7 +173,6 @@ def stack(
 
 
 def _live(grey: NDArray[np.uint8], name: str, side: int) -> NDArray[np.int64]:
-    """The drawn pixels in an order; empty for a black image."""
     pixels = pixels_in(name, side)
     return pixels[np.flatnonzero(grey[pixels])]
 

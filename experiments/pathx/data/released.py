@@ -1,4 +1,4 @@
-"""Batches of released images: folders of PNG files and metadata, see experiments/pathfinder/released.py."""
+"""Batches of released images, see experiments/pathfinder/released.py."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ SPLITS = ("test", "validation", "training", "all")
 
 
 def folder_of_fold(folder: Path, size: int, contour: int) -> Path:
-    """The folder of images with this size and contour length, in a release or a folder of it."""
     if contour not in FOLDS:
         raise ValueError(f"a release has paths of {', '.join(map(str, FOLDS))} dashes; got {contour}")
     return find(f"pathfinder{size}", folder, FOLDS[contour])
 
 
 def title(place: Path, size: int, split: str) -> str:
-    """The name of the images in results."""
     kind = "generated, in the layout of the release" if (place / LABEL).is_file() else "released"
     return f"pathfinder{size}, {place.name}, {kind}, {split} images"
 
 
 @lru_cache(maxsize=8)
 def samples_of(place: Path, split: str) -> tuple[Sample, ...]:
-    """The images of a split of a fold, without empty ones.
+    """Without empty images.
 
-    The split is shuffled with seed 42, a tenth each for validation and testing, as in S4, MEGA and others. Raises
-    ValueError for another split, and for a split other than "all" of a fold with fewer than ten images.
+    Shuffled with seed 42, a tenth each for validation and testing, as in S4 and MEGA. Raises ValueError for another
+    split, and for a part of a fold with fewer than ten images.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
@@ -52,13 +50,10 @@ def samples_of(place: Path, split: str) -> tuple[Sample, ...]:
 
 
 def image_of(sample: Sample, size: int) -> NDArray[np.uint8]:
-    """The image of a sample, uint8 [size, size]."""
     return grey_pixels(sample.image, size * size).reshape(size, size)
 
 
 def rerendered(image: NDArray[np.uint8], random: np.random.Generator) -> NDArray[np.uint8]:
-    """A finished image with random brightness, noise, faint levels and rounding; the brightness of lines relative to
-    markers cannot change.
-    """
+    """Random brightness, noise, faint levels and rounding; lines and markers cannot change apart."""
     rendering = replace(drawn_rendering(random), lines=None)
     return rendering.finish(image / 255, np.zeros(image.shape), random)

@@ -1,8 +1,8 @@
 """Tensors at fixed addresses, for CUDA graphs; packings are copied into them.
 
-The tensors are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss,
-and tiles after the last row belong to no row (sparseflash.blockmask.dynamic). Images and blocks have room for the
-largest possible batch, so that sums always have the same order; tiles for 1.5 times the first packing's.
+They are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss, and
+tiles after the last row belong to no row. Images and blocks have room for the largest batch, so that sums have one
+order; tiles for 1.5 times the first packing's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from experiments.pathx.masks.relations import Relation
 from experiments.training.cuda_graphs import copy_into
 from experiments.training.steps import NO_LABEL
 
-_SPARE = 1.5  # room for tiles, relative to the first packing
+_SPARE = 1.5
 
 
 class StaticPacking:
-    """Tensors for packings like `packed`, of at most `images` images with at most `blocks` blocks each."""
+    """At most `images` images with at most `blocks` blocks each."""
 
     def __init__(
         self,
@@ -46,14 +46,10 @@ class StaticPacking:
         self.fill(packed)
 
     def fits(self, packed: Packed) -> bool:
-        """Whether all tiles of a packing fit into the tensors."""
         return all(len(array) <= len(self.tensors[name]) for name, array in arrays_of(packed).items() if _varies(name))
 
     def fill(self, packed: Packed) -> None:
-        """Copy a packing into the tensors, without waiting on the host.
-
-        Raises ValueError if it has too many images, or an image of too many blocks.
-        """
+        """Without waiting on the host. Raises ValueError if it has too many images, or an image of too many blocks."""
         for name, array in self._arrays(packed).items():
             copy_into(self.tensors[name][: len(array)], torch.from_numpy(np.ascontiguousarray(array)))
 
@@ -62,7 +58,7 @@ class StaticPacking:
         return batch_of(self.tensors, self.layers, block, self.registers, side=side, tokens=tokens, images=images)
 
     def _arrays(self, packed: Packed) -> dict[str, NDArray[np.generic]]:
-        """The arrays of a packing, filled with images without blocks and labels."""
+        """Filled with images without blocks and labels."""
         images, blocks = packed.blocks.shape
         if images > self.images or blocks > self.blocks:
             raise ValueError(
@@ -78,5 +74,4 @@ class StaticPacking:
 
 
 def _varies(name: str) -> bool:
-    """Whether arrays of this name vary in length between packings of a stage."""
     return name.startswith("tiles.") and not name.endswith(".indptr")

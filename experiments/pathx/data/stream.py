@@ -1,4 +1,4 @@
-"""Batches of fresh images, made by other processes ahead of the training loop."""
+"""Batches made by other processes ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from experiments.training.prefetch import Prefetcher
 
 
 class Stream(Prefetcher):
-    """Processes that make batches; with 0 workers this process makes each batch on demand."""
+    """With 0 workers this process makes each batch on demand."""
 
     def __enter__(self) -> Stream:
         return self
 
     def batches(self, recipe: Recipe, first_step: int) -> Generator[Packed, None, None]:
-        """Endless batches for the steps from `first_step` on. Closing the generator drops pending batches."""
+        """From `first_step` on. Closing the generator drops pending batches."""
         return self.in_order(make, ((recipe, step) for step in count(first_step)))
 
     def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
-        """Start making a stage's validation images; the returned function waits for them."""
+        """The returned function waits for them."""
         recipe = replace(recipe, seed=VALIDATION_SEED, pixel_labels=False, hidden=0.0)
         if recipe.release is not None:
             place = folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0])

@@ -1,5 +1,3 @@
-"""The library's masks for images in which all pixels are tokens; equal for all images and steps."""
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -16,10 +14,10 @@ from sparseflash.blockmask import bitmask
 
 @lru_cache(maxsize=32)
 def grid_mask(relation: Relation, side: int, block: int, registers: int = 0) -> BlockMask:
-    """The mask of an image of side x side pixels in the relation's order, on the CPU.
+    """In the relation's order, on the CPU.
 
-    registers: the number of register tokens before the pixels, in their own block. Raises ValueError if the pixels are
-        not a whole number of blocks.
+    registers: tokens before the pixels, in their own block. Raises ValueError if the pixels are no whole number of
+    blocks.
     """
     if side * side % block:
         raise ValueError(f"an image must have a multiple of {block} pixels; got {side} x {side}")
@@ -43,7 +41,7 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
         return masks.axial(shape, order=order, block=block)
     if relation.kind == "butterfly":
         return masks.butterfly_2d(side, side, cell=radius, block=block).permute(order)
-    # Relations missing in the library, from the same candidates as for packed images.
+    # From the same candidates as for packed images.
     pixels = pixels_in(relation.order, side)
     y, x = (part.reshape(-1, block) for part in (pixels // side, pixels % side))
     nothing = np.zeros(y.shape, np.bool_)
@@ -56,7 +54,7 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
 
 
 def with_registers(mask: BlockMask, registers: int) -> BlockMask:
-    """The mask with one more block in front. Its first `registers` tokens see and are seen by all; the rest is dead."""
+    """One more block in front; its first `registers` tokens see and are seen by all."""
     block, (rows, _) = mask.block_q, mask.blocks
     if not 0 < registers <= block:
         raise ValueError(f"registers must be from 1 to the block of {block}; got {registers}")

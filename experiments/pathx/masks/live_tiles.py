@@ -1,7 +1,7 @@
-"""The tiles of one image with live scores: the part of a mask that the CPU makes.
+"""The tiles of one image with live scores, on the CPU.
 
-The worker that draws an image finds its tiles, so the GPU needs no worst-case memory, and the host knows all array
-sizes without a synchronisation. The device computes the live scores inside the tiles; see packed_masks.py.
+The worker that draws an image finds its tiles, so the host knows all array sizes without a synchronisation. The device
+computes the scores inside; see packed_masks.py.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from numpy.typing import NDArray
 
 from experiments.pathx.masks.relations import OWN, Relation
 
-NOWHERE = 1 << 14  # a coordinate beyond the reach of every mask
+NOWHERE = 1 << 14  # beyond the reach of every mask
 
 
 class TokenBlocks(NamedTuple):
-    """The tokens of one image in blocks: coordinates int64 [n, block], and masks of pixels and registers."""
+    """In blocks: coordinates int64 [n, block], and masks of pixels and registers."""
 
     y: NDArray[np.int64]
     x: NDArray[np.int64]
     is_pixel: NDArray[np.bool_]  # [n, block]
-    is_register: NDArray[np.bool_]  # [n, block]
+    is_register: NDArray[np.bool_]
 
 
 def live_tiles(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """`(may, full)`, bool [n, n] each: tiles that may have live scores, and tiles in which all scores are live.
+    """bool [n, n] each: tiles that may have live scores, and tiles in which all are.
 
-    `full` is exact. `may` uses the bounding boxes of the blocks' pixels, so a few of its tiles may be dead.
+    `may` uses the bounding boxes of blocks, so a few of its tiles may be dead.
     """
     whole = (blocks.is_pixel | blocks.is_register).all(1)
     complete = whole[:, None] & whole
@@ -55,8 +55,8 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
     for along in (blocks.y, blocks.x):
         low = np.where(blocks.is_pixel, along, NOWHERE).min(1)
         high = np.where(blocks.is_pixel, along, -NOWHERE).max(1)
-        least = np.maximum(low[:, None] - high, low - high[:, None])  # between the nearest pixels; <= 0 if boxes meet
-        most = np.maximum(high[:, None] - low, high - low[:, None])  # between the farthest pixels
+        least = np.maximum(low[:, None] - high, low - high[:, None])  # <= 0 if boxes meet
+        most = np.maximum(high[:, None] - low, high - low[:, None])
         near.append(least <= radius)
         inside.append(most <= radius)
     if relation.kind == "near":
@@ -71,7 +71,7 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
 
 
 def _cells(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For butterflies, from the rows and columns of cells touched by each block."""
+    """From the cells touched by each block."""
     may, full = True, True
     for along in (blocks.y, blocks.x):
         cell = along // relation.numbers[0]

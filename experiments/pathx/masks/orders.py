@@ -1,5 +1,3 @@
-"""Token orders of an image's pixels, so that pixels that see each other share blocks."""
-
 from __future__ import annotations
 
 from functools import lru_cache
@@ -9,7 +7,7 @@ from numpy.typing import NDArray
 
 from sparseflash.masks import order
 
-BASE = "hilbert"  # the order in which a batch is stored
+BASE = "hilbert"
 ORDERS = (BASE, "rows", "columns")
 
 
@@ -20,8 +18,7 @@ def pixels_in(name: str, side: int) -> NDArray[np.int64]:
     >>> pixels_in("columns", 2).tolist()
     [0, 2, 1, 3]
 
-    "hilbert": along the Hilbert curve, so that any run of tokens is a compact piece of the image, even if many pixels
-      are dropped; "rows" and "columns": line by line.
+    "hilbert": any run of tokens is a compact piece of the image, even if many pixels are dropped.
     """
     if name == BASE:
         return order.hilbert((side, side)).numpy()

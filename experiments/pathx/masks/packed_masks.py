@@ -1,7 +1,6 @@
-"""The masks of a packed batch, completed on the device, which computes the live scores of the live tiles.
+"""The masks of a packed batch, completed on the device.
 
-The host does not wait for the device. The masks are dynamic (sparseflash.blockmask.dynamic): they are made at every
-step, so equal tiles are not deduplicated.
+They are dynamic: made at every step, so equal tiles are not deduplicated. The host does not wait.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from experiments.pathx.masks.relations import Relation
 from sparseflash import BlockMask
 from sparseflash.blockmask import bitmask
 
-_SCORES_AT_ONCE = 1 << 26  # 64 MB for each temporary
+_SCORES_AT_ONCE = 1 << 26  # 64 MB
 
 
 def packed_mask(
@@ -27,10 +26,9 @@ def packed_mask(
     is_register: Tensor | None,
     block: int,
 ) -> BlockMask:
-    """The mask with the tiles of a `packing.TileList`, whose tensors are on the device.
+    """From a `packing.TileList` on the device.
 
-    places: y and x, int16 [N], and is_pixel, is_register bool [N], all in the relation's order; is_register may be
-        None. Padding is dead.
+    places: y and x, int16 [N], and is_pixel, is_register bool [N], in the relation's order. Padding is dead.
     """
     length = len(is_pixel)
     y, x, pixel = (each.view(-1, block) for each in (*places, is_pixel))

@@ -1,7 +1,6 @@
-"""Relations between pixels: which pixels see each other in a layer, by their positions.
+"""Relations between pixels: which pixels see each other in a layer.
 
-A relation decides whether the score of two pixels (y, x) and (y', x') of one image is live, with dy = |y - y'| and dx =
-|x - x'|:
+The score of pixels (y, x) and (y', x') is live, with dy = |y - y'| and dx = |x - x'|:
 
     dense           always
     near:R          dy <= R and dx <= R                      a window, masks.neighborhood
@@ -9,15 +8,14 @@ A relation decides whether the score of two pixels (y, x) and (y', x') of one im
     axial:R         dy <= R or dx <= R                       R = 0: masks.axial
     butterfly:C     y // C ~ y' // C and x // C ~ x' // C    masks.butterfly_2d, a ~ b: equal, or differ in one bit
     factor:C:S      the same with a ~ b: equal, or differ only in bit S: one factor of the butterfly
-    mine.py:rule    rule(y, x, y', x'), a function of one's own on integer tensors; package.module:rule, too
+    mine.py:rule    rule(y, x, y', x'), any function on integer tensors; package.module:rule, too
     tiles:R         blocks of tokens whose boxes come within R pixels see each other whole: near:R, rounded up
 
 All but the last depend only on pixels, so dropping the background equals masking it. `tiles:R` depends on how tokens
-fill blocks, but never on other images of a batch. It has no partial tiles. For a rule of one's own all tiles of an
-image are computed, because nothing is known about it: it shows what a mask is worth, and not how fast it is.
+fill blocks, never on other images, and has no partial tiles. A rule from a file computes all tiles: it shows a
+mask's accuracy, not its speed.
 
-"@rows" after a relation puts the layer's tokens in row-major order (also "@columns", "@hilbert"). The order affects the
-tiles of `tiles:R` and the cost of the others.
+"@rows" puts the layer's tokens in row-major order (also "@columns", "@hilbert").
 
 Register tokens see and are seen by all tokens of their image.
 """
@@ -45,28 +43,28 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 @dataclass(frozen=True)
 class Relation:
-    """One of these relations with its numbers, in pixels."""
+    """With its numbers in pixels."""
 
     kind: str
     numbers: tuple[int, ...] = ()
-    along: str | None = None  # the token order, if it is not the relation's default
-    function: str = ""  # place and name of a rule of one's own
+    along: str | None = None  # not the default order
+    function: str = ""  # place and name of a user's rule
 
     @property
     def name(self) -> str:
-        """The name, as `parse` reads it."""
+        """As `parse` reads it."""
         name = self.function or ":".join([self.kind, *map(str, self.numbers)])
         return name if self.along is None else f"{name}@{self.along}"
 
     @property
     def order(self) -> str:
-        """The layer's token order, by default one with few live tiles."""
+        """By default one with few live tiles."""
         if self.along is not None:
             return self.along
         return self.kind if self.kind in ("rows", "columns") else BASE
 
     def live(self, y: Numbers, x: Numbers, other_y: Numbers, other_x: Numbers) -> Numbers:
-        """Whether pixels (y, x) and (other_y, other_x) see each other; broadcasts. For `tiles`: in a live tile."""
+        """Broadcasts. For `tiles`: in a live tile."""
         numbers = self.numbers
         if self.kind == OWN:
             return own(self.function)(*(each.long() for each in (y, x, other_y, other_x)))
@@ -84,19 +82,14 @@ class Relation:
         return self.related(y // cell, other_y // cell) & self.related(x // cell, other_x // cell)
 
     def related(self, a: Numbers, b: Numbers) -> Numbers:
-        """Whether cells a and b, along one axis, are partners of the butterfly or of its factor."""
+        """Along one axis, for the butterfly or its factor."""
         differing = a ^ b
         if self.kind == "butterfly":
-            return (differing & (differing - 1)) == 0  # at most one bit
+            return (differing & (differing - 1)) == 0
         return (differing == 0) | (differing == self.numbers[1])
 
 
 def parse(text: str) -> Relation:
-    """A relation by its name.
-
-    >>> parse("near:16")
-    Relation(kind='near', numbers=(16,), along=None, function='')
-    """
     relation, at, along = text.strip().partition("@")
     if at and along not in ORDERS:
         raise ValueError(f"the order of a layer's tokens must be one of {', '.join(ORDERS)}; got {text!r}")
@@ -120,7 +113,7 @@ def parse(text: str) -> Relation:
 
 @cache
 def own(text: str) -> Callable[..., Any]:
-    """A rule on pixels by its file or module and its name. Raises ValueError if there is none."""
+    """By file or module and name. Raises ValueError if it is missing."""
     from sparseflash.cli.expression import needed
     from sparseflash.cli.pattern_text import function_of
 
@@ -134,7 +127,7 @@ def own(text: str) -> Callable[..., Any]:
 
 
 def parse_layers(text: str) -> tuple[Relation, ...]:
-    """The relation of every layer, first layer first; "*n" repeats a relation.
+    """First layer first; "*n" repeats a relation.
 
     >>> [each.name for each in parse_layers("near:16*2,dense")]
     ['near:16', 'near:16', 'dense']

@@ -1,4 +1,4 @@
-"""The classifier of images as tokens: encoder layers, each with its own mask and token order.
+"""The classifier: encoder layers, each with its own mask and token order.
 
 Shapes: B rows of N tokens, I images, W width, H heads, D features per head, M blocks in all, K blocks per image.
 """
@@ -26,11 +26,10 @@ class PathModel(nn.Module):
     """Embedding of grey levels, layers with 2D rotary positions and normalised queries and keys, mean and max pooling,
     a head.
 
-    Positions are in pixels, so the same weights read images of every size.
+    Positions are in pixels, so the weights read images of every size.
 
-    line: positions are row-major indices instead, so the distance of two rows is the image's width.
-    smooth: features change gradually with the grey level; otherwise each level has its own row.
-    pixel_classes: the number of classes of a second training head, which predicts every pixel's class; 0: no head.
+    line: positions are row-major indices instead. smooth: features change gradually with the grey level; otherwise each
+    level has a row. pixel_classes: of a second head in training; 0: no head.
     """
 
     rates: Tensor
@@ -70,18 +69,17 @@ class PathModel(nn.Module):
         self.training_halves = Halves()
 
     def compile_layers(self) -> None:
-        """Compile the parts of the layers around attention for training. Evaluation is not compiled."""
+        """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits [I, 2] and, with a second head, its logits [B, N, pixel_classes]."""
         x = self.norm(self.encoded(batch))
         pooled = pool(x, batch)  # [I, 2 W]
         logits: Tensor = self.head(pooled)
         return logits, None if self.tracer is None else self.tracer(x)
 
     def encoded(self, batch: Batch, listener: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
-        """The tokens after the last layer [B, N, W], in stored order.
+        """[B, N, W], in stored order.
 
         listener: called with each layer's number, q and k, [B, H, N, D], in the layer's order.
         """
@@ -106,7 +104,6 @@ class PathModel(nn.Module):
 
 
 def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:
-    """Tokens [B, N, W] from one order into another."""
     if now == then:
         return x
     move = between(batch, now, then)
@@ -115,10 +112,7 @@ def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:
 
 
 def pool(x: Tensor, batch: Batch) -> Tensor:
-    """Mean and maximum of each image's live tokens, [I, 2 W].
-
-    First within blocks, then over an image's blocks: the sum has a fixed order, unlike a scatter of tokens to images.
-    """
+    """Mean and maximum of each image's live tokens, [I, 2 W], within blocks first: a fixed order of sums."""
     live = batch.live.reshape(-1, batch.block, 1)  # [M, block, 1]
     x = x.reshape(-1, batch.block, x.shape[-1])  # [M, block, W]
     place = places_in_groups(batch.blocks, len(x))
@@ -130,4 +124,4 @@ def pool(x: Tensor, batch: Batch) -> Tensor:
     counts = grouped(live.sum(1).to(x.dtype), 0.0).sum(1)  # [I, 1]
     means = grouped((x * live).sum(1), 0.0).sum(1) / counts.clamp(min=1)
     tops = grouped(x.masked_fill(~live, -math.inf).amax(1), -math.inf).amax(1)
-    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # some entries hold no image
+    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # some entries are no image

@@ -1,4 +1,4 @@
-"""Gathers whose gradients are gathers too. Scatters would add in no fixed order, and take longer."""
+"""Gathers whose gradients are gathers too: scatters add in no fixed order."""
 
 from __future__ import annotations
 
@@ -27,11 +27,7 @@ class Permute(torch.autograd.Function):
 class GatherGroups(torch.autograd.Function):
     """x[groups], with `filler` in shorter groups. Each row of x is in at most one group.
 
-    x: [M, W].
-    groups: int64 [I, K], M for no row.
-    place: `places_in_groups(groups, M)`.
-
-    Returns [I, K, W].
+    x: [M, W]. groups: int64 [I, K], M for no row. place: `places_in_groups(groups, M)`. Returns [I, K, W].
     """
 
     @staticmethod
@@ -49,12 +45,12 @@ class GatherGroups(torch.autograd.Function):
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The inverse permutation, int64 [N]."""
+    """int64 [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def places_in_groups(groups: Tensor, count: int) -> Tensor:
-    """The flat index in groups [I, K] of each of `count` rows, I K for rows in no group. int64 [count]"""
+    """The flat index in groups [I, K] of each of `count` rows, I K for none. int64 [count]"""
     places = torch.full((count + 1,), groups.numel(), device=groups.device)
-    # All entries without a row write to entry `count`, in any order; it is cut off.
+    # Entries without a row write to entry `count`, which is cut off.
     return places.scatter_(0, groups.flatten(), torch.arange(groups.numel(), device=groups.device))[:count]

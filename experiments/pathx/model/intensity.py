@@ -1,5 +1,3 @@
-"""The features of a grey level, and the conversion of a model from the other kind."""
-
 from __future__ import annotations
 
 import torch
@@ -8,17 +6,16 @@ from torch.nn import functional as F
 
 from experiments.pathx.data.packing import LEVELS
 
-STEP = 15  # levels between two rows of a smooth embedding: 18 rows, the last for level 255
+STEP = 15  # 18 rows, the last for level 255
 
 
 class SmoothEmbedding(nn.Module):
-    """Token features that change gradually with the grey level, with a separate row for every register.
+    """Features that change gradually with the grey level, and a row for every register.
 
     >>> SmoothEmbedding(0, 8)(torch.tensor([[0, 7, 255]])).shape
     torch.Size([1, 3, 8])
 
-    The features of a level are interpolated between learned rows, one every STEP levels. So unseen levels have features
-      like their neighbours', and noise changes features little.
+    Interpolated between learned rows, so unseen levels have features like their neighbours', and noise changes little.
     """
 
     hats: Tensor
@@ -30,26 +27,25 @@ class SmoothEmbedding(nn.Module):
         self.registers = nn.Parameter(torch.randn(registers, width) * width**-0.5)
 
     def table(self) -> Tensor:
-        """The features of all tokens, [LEVELS + registers, W]."""
-        # A sum of products, because autocast would round the shares of a matrix product to bfloat16.
+        """[LEVELS + registers, W]."""
+        # Autocast would round a matrix product to bfloat16.
         levels = (self.hats[:, :, None] * self.rows).sum(1)
         return torch.cat([levels, self.registers])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Tokens [B, N] to [B, N, W]."""
         return F.embedding(ids, self.table())
 
 
 def hats() -> Tensor:
-    """The share of each row in every level, [LEVELS, rows]: 1 at the row's own level, falling to 0 at the next."""
+    """[LEVELS, rows]: 1 at the row's own level, falling to 0 at the next."""
     levels, rows = torch.arange(LEVELS), torch.arange(0, LEVELS, STEP)
     return (1 - (levels[:, None] - rows).abs() / STEP).clamp(min=0)
 
 
 def fitted(table: Tensor) -> dict[str, Tensor]:
-    """The parameters of the smooth embedding closest to a table [LEVELS + registers, W] with a row for each level.
+    """Closest to a table [LEVELS + registers, W].
 
-    Least squares over the levels above 0. Black has its own row, because it is untrained where it is dropped.
+    Least squares above level 0. Black has its own row: where it is dropped it is untrained.
     """
     shares = hats().double()
     known = table[:LEVELS].double().cpu()

@@ -1,4 +1,4 @@
-"""A residual U-Net that reads the same batches as the transformer: the convolutional baseline.
+"""A residual U-Net on the same batches: the convolutional baseline.
 
 Shapes: I images of S x S pixels, C channels, M blocks of tokens in all, K blocks per image.
 """
@@ -15,11 +15,10 @@ from experiments.pathx.data.packing import LEVELS
 from experiments.pathx.model.classifier import CLASSES
 from experiments.pathx.model.gather import places_in_groups
 
-# Channels at the image's size and after each halving, in eighths of the width. Few at the image's size, which has most
-# of the memory traffic. After five halvings a position is 32 pixels wide; with one more block there, a position in the
-# middle of an image of 256 pixels sees all of it.
+# Channels after each halving, in eighths of the width; few at the image's size, which has most of the memory traffic.
+# After five halvings a position is 32 pixels wide.
 EIGHTHS = (1, 2, 4, 5, 6, 6)
-GROUP = 8  # channels that are normalised together
+GROUP = 8
 
 
 class UNet(nn.Module):
@@ -33,15 +32,14 @@ class UNet(nn.Module):
     >>> logits.shape
     torch.Size([3, 2])
 
-    Every halving and doubling is a residual block of two 3 x 3 convolutions with a 1 x 1 shortcut. A doubling also
-      reads the earlier features of its size by a skip connection. The weights do not depend on the image size. With a
-      run's default width of 128 and head of 256 features it has 1,343,954 parameters.
+    Every halving and doubling is a residual block of two 3 x 3 convolutions; a doubling also reads the earlier features
+    of its size. By default it has 1,343,954 parameters.
 
-    Each image is normalised separately, so its answer does not depend on the batch.
+    Each image is normalised separately.
     """
 
     def __init__(self, width: int, head: int) -> None:
-        """width: eight times the channels at the images' size. head: hidden features of the head."""
+        """width: eight times the channels at the images' size. head: hidden features."""
         super().__init__()
         if width % (8 * GROUP):
             raise ValueError(f"the width of a U-Net must be a multiple of {8 * GROUP}; got {width}")
@@ -57,16 +55,15 @@ class UNet(nn.Module):
             for same, below in reversed(list(zip(channels, others)))
         )
         self.head = nn.Sequential(nn.Linear(2 * first, head), nn.GELU(), nn.Linear(head, CLASSES))
-        self.to(memory_format=torch.channels_last)  # the layout of convolutions on tensor cores
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, batch: Batch) -> tuple[Tensor, None]:
-        """Logits [I, 2]; there is no second head."""
         x = self.features(images_of(batch).to(self.head[0].weight.dtype) / (LEVELS - 1))
         pooled = torch.cat([x.mean((2, 3)), x.amax((2, 3))], dim=-1)  # [I, 2 C]
         return self.head(pooled), None
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [I, 1, S, S] to [I, C, S, S]; S is a multiple of 32."""
+        """[I, 1, S, S] to [I, C, S, S]; S is a multiple of 32."""
         x: Tensor = self.whole(self.stem(images))
         skipped = []
         for block in self.halvings:
@@ -79,19 +76,18 @@ class UNet(nn.Module):
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Normalisation in groups of GROUP channels."""
     return nn.GroupNorm(channels // GROUP, channels)
 
 
 def images_of(batch: Batch) -> Tensor:
-    """The images of a batch, int16 [I, 1, S, S], black where no token lies. Entries without an image are black."""
+    """int16 [I, 1, S, S], black where no token lies."""
     images, most = batch.blocks.shape
     pixels = batch.side**2
     owner = places_in_groups(batch.blocks, batch.ids.numel() // batch.block) // most  # [M]; `images` if there is none
     owner = owner.repeat_interleave(batch.block).view_as(batch.ids)
     place = owner * pixels + batch.y.long() * batch.side + batch.x
     is_pixel = (batch.ids >= 0) & (batch.ids < LEVELS) & (owner < images)
-    # No two pixels share a position. Other tokens are written behind the images, in any order, and cut off.
+    # Tokens that are no pixels are written behind the images, and cut off.
     place = place.where(is_pixel, images * pixels)
     canvas = batch.ids.new_zeros(images * pixels + 1).scatter_(0, place.flatten(), batch.ids.flatten())
     return canvas[:-1].view(images, 1, batch.side, batch.side)

@@ -1,7 +1,6 @@
 """Attention by three implementations with equal results.
 
-q, k and v are [B, H, N, D]. `sparseflash` takes a mask of the library, or a plan if several processes share the tokens.
-The others take an `ElementMask`.
+q, k and v are [B, H, N, D]. `sparseflash` takes a mask of the library or a plan, the others an `ElementMask`.
 """
 
 from __future__ import annotations
@@ -23,44 +22,31 @@ SMALLEST_HEAD = 16
 
 @dataclass(frozen=True)
 class ElementMask:
-    """Live scores one by one, for implementations without block masks."""
-
     scores: Tensor | None  # bool, broadcasts to [B, H, N, N], at least one live score in each row; None: all live
-    empty: Tensor | None = None  # bool [B, H or 1, N, 1], the queries with output 0; None if none are
+    empty: Tensor | None = None  # bool [B, H or 1, N, 1]: queries with output 0
 
     @classmethod
     def within(cls, pattern: Tensor | None, lengths: Tensor | None, length: int) -> ElementMask:
-        """Restrict a pattern to keys below lengths.
-
-        pattern: bool [1 or B, 1 or H, N, N]; None: all scores.
-        lengths: [B]; None: N.
-        """
+        """A pattern, bool [1 or B, 1 or H, N, N], restricted to keys below lengths [B]."""
         keys = None
         if lengths is not None:
             keys = (torch.arange(length, device=lengths.device) < lengths[:, None])[:, None, None]  # [B, 1, 1, N]
         if pattern is None:
-            return cls(keys)  # no sequence is empty, so no row is either
+            return cls(keys)
         scores = pattern if keys is None else pattern & keys
         empty = ~scores.any(-1, keepdim=True)
-        return cls(scores | empty, empty)  # the softmax of a row without a live score would be NaN
+        return cls(scores | empty, empty)  # the softmax of a dead row would be NaN
 
 
 def row_multiple(implementation: str, block: int) -> int:
-    """Rows whose length is a multiple of this number of tokens are fastest.
-
-    `sparseflash` works in whole mask blocks; `standard` stores rows of scores, which should begin at multiples of 16
-    bytes.
-    """
+    """Rows of a multiple of this number are fastest: whole mask blocks, or rows of scores at multiples of 16 bytes."""
     return {"sparseflash": block, "sdpa": 1, "standard": math.gcd(8, block)}[implementation]
 
 
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan, dropout_p: float = 0.0
 ) -> Tensor:
-    """The library's attention. Heads of fewer than 16 features are padded with zeros for the kernel.
-
-    mask: a plan if several processes share the tokens; q, k and v then hold this process's tokens.
-    """
+    """Heads of fewer than 16 features are padded with zeros. mask: a plan if several processes share the tokens."""
     head_dim = q.shape[-1]
     missing = max(0, SMALLEST_HEAD - head_dim)
     if missing:
@@ -74,18 +60,14 @@ def block_sparse_attention(
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
-    """PyTorch's attention. Without padding it may use a FlashAttention kernel, with padding a kernel that accepts
-    masks.
-    """
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.scores, dropout_p=dropout_p)
     return out if mask.empty is None else out.masked_fill(mask.empty, 0.0)
 
 
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
-    """Textbook attention: all N x N scores, their softmax, and its product with v, each a matrix in memory.
+    """All N x N scores, their softmax, and its product with v, each a matrix in memory.
 
-    Uses the least memory of the plain forms: scale and mask are applied in place, and the softmax keeps the dtype,
-    because autocast would write it in fp32 and copy it back.
+    In place, and without autocast's fp32 copy of the softmax.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (q * q.shape[-1] ** -0.5) @ k.mT
@@ -104,7 +86,6 @@ def attention(
     mask: BlockMask | ShardPlan | ElementMask,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention [B, H, N, D] by the named implementation, with its kind of mask."""
     if isinstance(mask, BlockMask | ShardPlan):
         if implementation != "sparseflash":
             raise TypeError(f"{implementation} must be given an ElementMask; got a {type(mask).__name__}")

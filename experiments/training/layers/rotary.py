@@ -1,5 +1,3 @@
-"""Rotary positions with precomputed rates."""
-
 from __future__ import annotations
 
 from torch import Tensor, nn
@@ -8,11 +6,9 @@ from sparseflash.nn.rotary import Rotation, line_rates, line_rotation, plane_rat
 
 
 class RotaryPositions(nn.Module):
-    """The angles of tokens by their positions in a sequence or in a square image (row-major).
+    """By positions in a sequence or in a square image (row-major).
 
-    side: pixels along a side of the image: half of the angles grow with the row, half with the column; None: all grow
-        with the position in the sequence.
-    first: the position of the first pixel.
+    side: of the image: half of the angles grow with the row, half with the column. first: the first pixel's position.
     """
 
     rates: Tensor
@@ -24,8 +20,8 @@ class RotaryPositions(nn.Module):
         self.side, self.first = side, first
 
     def forward(self, places: Tensor) -> Rotation:
-        """The rotation for positions `[B, N]`."""
+        """Positions `[B, N]`."""
         if self.side is not None:
-            pixel = (places - self.first).clamp(min=0)  # [CLS] gets the position of the first pixel
+            pixel = (places - self.first).clamp(min=0)  # [CLS] has the first pixel's position
             return plane_rotation(pixel // self.side, pixel % self.side, self.rates)
         return line_rotation(places, self.rates)

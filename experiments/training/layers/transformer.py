@@ -18,11 +18,11 @@ from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
 from sparseflash.nn.rotary import Rotation, rotate
 
-_GRAPHS = 64  # of each half; lra's table has five tasks in five variants in one process
+_GRAPHS = 64  # of each half
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's RMSNorm with the weight in the input's dtype. Under autocast the dtypes differ, and PyTorch warns."""
+    """With the weight in the input's dtype, which differs under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
@@ -30,8 +30,6 @@ class RMSNorm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention over the live scores of a mask."""
-
     def __init__(
         self,
         width: int,
@@ -44,27 +42,26 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads = heads
         self.implementation = implementation
-        self.dropout = dropout  # of the attention weights
+        self.dropout = dropout
         self.qkv = nn.Linear(width, 3 * heads * head_dim)
         self.out = nn.Linear(heads * head_dim, width)
         self.q_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, each [B, H, N, D]."""
+        """Each [B, H, N, D]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, N, D]
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
-        return q.to(v.dtype), k.to(v.dtype), v  # under autocast, norms return another dtype
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan | ElementMask) -> Tensor:
-        """Attention [B, H, N, D]."""
         return attention(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
 
 
 class Layer(nn.Module):
-    """The modules of a layer: attention, then an MLP, each with a normalised input and a residual connection."""
+    """Attention, then an MLP, each with a normalised input and a residual connection."""
 
     def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
         super().__init__()
@@ -76,36 +73,31 @@ class Layer(nn.Module):
 
 
 def head_dim_of(width: int, heads: int, head_dim: int | None) -> int:
-    """The head dim, by default width / heads."""
     if head_dim is None and width % heads:
         raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
     return head_dim or width // heads
 
 
 def before_attention(layer: Layer, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, H, N, D] of a layer."""
     return layer.attention.project(layer.attention_norm(x), rotation)
 
 
 def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
-    """The layer's output [B, N, W] from its input and its attention [B, H, N, D]."""
+    """[B, N, W], from the input and the attention [B, H, N, D]."""
     x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
     result: Tensor = x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
     return result
 
 
 class Halves(NamedTuple):
-    """The two halves of a layer around its attention."""
-
     before: Callable[[Layer, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]] = before_attention
     after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
 
 
 def compiled_halves() -> Halves:
-    """The halves compiled by torch.compile; attention is already one kernel.
+    """By torch.compile; attention is already one kernel.
 
-    All layers of a model share two pairs of graphs: one for the first batch shape and one for all others. Past the
-    limit of graphs, torch.compile raises an error.
+    All layers share two pairs of graphs: one for the first batch shape, one for all others.
     """
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return Halves(torch.compile(before_attention, fullgraph=True), torch.compile(after_attention, fullgraph=True))

@@ -7,7 +7,6 @@ which one runs.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from sparseflash.backends.triton import python_start
 _NAME = "sparseflash_native"
 _SOURCE = Path(__file__).with_name("native.c")
 _lock = threading.Lock()
+_found: tuple[Any, str] | None = None  # what starts kernels, and why that is Python
 _log = logging.getLogger("sparseflash")
 
 
@@ -36,27 +36,30 @@ def compiled(flags: Sequence[str] = ()) -> Any:
     return found
 
 
-@functools.cache
-def _loaded() -> tuple[Any, str]:
-    """The compiled module, or None and the reason."""
-    try:
-        return compiled(), ""
-    except Exception as error:  # no Triton, no compiler, no headers of Python, a cache that cannot be written, ...
-        return None, f"{type(error).__name__}: {error}"
-
-
-@functools.cache
 def module() -> Any:
     """What starts kernels: the compiled module, or `python_start`. Both have `Kernel`, `start` and `layouts`."""
-    with _lock:  # one thread compiles it
-        found, why = _loaded()
-    if found is None and find_spec("triton") is not None:
-        _log.warning("kernels are started by Python, which takes the host longer at every call: %s", why)
-    return python_start if found is None else found
+    return (_found or _load())[0]
 
 
 def served_by() -> str:
     """What starts kernels, and why if that is not the compiled module."""
-    with _lock:
-        found, why = _loaded()
-    return "compiled C" if found is not None else f"Python, because native.c could not be compiled ({why})"
+    found, why = _found or _load()
+    if found is python_start:
+        return f"Python, because native.c could not be compiled ({why})"
+    return "compiled C"
+
+
+def _load() -> tuple[Any, str]:
+    """Sets and returns `_found`."""
+    global _found
+    with _lock:  # one thread compiles
+        if _found is None:
+            try:
+                _found = compiled(), ""
+            except Exception as error:  # no Triton, no compiler, no headers of Python, a cache that is read-only, ...
+                _found = python_start, f"{type(error).__name__}: {error}"
+                if find_spec("triton") is not None:
+                    _log.warning(
+                        "kernels are started by Python, which takes the host longer at every call: %s", _found[1]
+                    )
+        return _found

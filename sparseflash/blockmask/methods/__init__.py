@@ -7,8 +7,8 @@
 - `conversion`: devices, dense matrices, layouts, files, the canonical form, checks.
 - `drawing`: characters, matplotlib, HTML.
 
-Each function has the documentation of its method and calls the module of `blockmask`, `blockmask.ops` or `draw` that
-implements it. Those that import `BlockMask` themselves are imported when the method is called.
+Each function has its method's documentation and calls the module of `blockmask`, `blockmask.ops` or `draw` that
+implements it. Modules that import `BlockMask` themselves are imported when the method is called.
 
 They may import `blockmask`, `draw` and, of the patterns, `block_index`.
 """

@@ -1,7 +1,7 @@
 """Operations on masks that are exact to the score, in time and memory proportional to the live tiles.
 
-They are the operators and methods of `BlockMask` (`a & b`, `mask.crop(...)`, ...), one a module. They share `tilelist`:
-the tiles of all patterns as one list, so that bits are computed once per distinct tile.
+They are the operators and methods of `BlockMask`, one a module. They share `tilelist`: the tiles of all patterns as one
+list, so that bits are computed once per distinct tile.
 
 They may import `blockmask`.
 """

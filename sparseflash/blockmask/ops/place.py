@@ -52,8 +52,8 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     number = {key: index for index, key in enumerate(once)}
     source, q_start, k_start = np.array([(number[id(mask)], q, k) for mask, q, k in parts], dtype=np.int64).T
-    # The blocks of the result cut a part's tiles where it does not begin at a block: the first block that begins inside
-    # the part begins with its query `q_cut` and key `k_cut`. Equal masks that are cut alike are cut once.
+    # # The blocks of the result cut a part's tiles where it does not begin at a block: the first block inside the part
+    # begins with its query `q_cut` and key `k_cut`. Equal masks that are cut alike are cut once.
     q_cut, k_cut = -q_start % block_q, -k_start % block_k
     code, which = _distinct((source * block_q + q_cut) * block_k + k_cut)
     cut = _cut(_listed(masks, heads), masks, code // (block_q * block_k), code // block_k % block_q, code % block_k)

@@ -2,8 +2,7 @@
 
     python -m tests.backends.triton.edited_change [--without-key]
 
-Prints whether the machine code is the same: for the same function, for an edited one, and for another fact. Triton must
-compile, so it is a process of its own.
+Prints whether the machine code is the same: for the same function, for an edited one, and for another fact.
 """
 
 import importlib.util
@@ -24,13 +23,11 @@ from sparseflash.backends.triton.changes.kind import Changes, Functions
 
 
 class WithoutKey(Changes):
-    """Functions without a `cache_key` of their own: only their names tell them apart."""
-
     cache_key = property(lambda self: "no key", lambda self, value: None)
 
 
 def apply(folder, body):
-    """A device function from a file with the name of the one before, as after an edit of that file."""
+    """A device function from a file with the name of the one before."""
     path = Path(folder, "a_change.py")
     path.write_text(f"import triton\n\n@triton.jit\ndef apply(x):\n    return {body}\n")
     spec = importlib.util.spec_from_file_location("a_change", path)

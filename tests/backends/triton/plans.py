@@ -5,7 +5,7 @@ from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, ove
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.blockmask.cache import mask_cache
 
-# The candidate that a kernel takes: the mask's own tiles, the largest, the gathered ones that hold most and fewest.
+# The mask's own tiles, the largest, and the gathered ones that hold most and fewest.
 WAYS = {
     "own": lambda tilings: tilings[0],
     "united": lambda tilings: max((t for t in tilings if not t.gathered), key=lambda t: (t.held, t.streamed)),
@@ -15,7 +15,7 @@ WAYS = {
 
 
 def plan(mask, batch=1, heads=1, kv_heads=None):
-    problem = Problem.of(mask._padded(None), scale=1.0)  # plans know no lengths
+    problem = Problem.of(mask._padded(None), scale=1.0)
     return plan_of(problem, (batch, heads), heads if kv_heads is None else kv_heads, (mask.q_len, mask.k_len))
 
 
@@ -28,7 +28,7 @@ def calls_of(mask):
 
 
 def kernels_of(mask):
-    """`{kernel: Bound}` of all passes that have been prepared for a mask."""
+    """`{kernel: Bound}` of all passes prepared for a mask."""
     found = {}
     for call in calls_of(mask):
         if call.forward is not None:
@@ -41,15 +41,15 @@ def kernels_of(mask):
 
 
 def tilings_taken_by(way):
-    """Every kernel takes one of WAYS, in place of the mask's own tiles; None: the cheapest."""
+    """Every kernel takes one of WAYS; None: the cheapest."""
     return override(products_for_tilings=0) if way is None else override(tiling=WAYS[way])
 
 
 def tilings_of(mask):
-    """`{kernel: Tiling}` of all kernels that the plans of a mask have prepared."""
+    """`{kernel: Tiling}` of all prepared kernels."""
     return {name: kernel.choice.tiling for name, kernel in kernels_of(mask).items()}
 
 
 def chunks_of(tokens):
-    """Longer lists are cut into chunks of at most `tokens`, at least a tile; None: no list is cut."""
+    """Longer lists are cut into chunks of at most `tokens`, at least a tile."""
     return override(splits=NEVER_SPLIT if tokens is None else always_split(tokens))

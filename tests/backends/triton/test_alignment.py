@@ -1,5 +1,3 @@
-"""Tensors with unaligned rows are copied before a kernel reads them, and no others are."""
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,5 +1,3 @@
-"""A row has the same bits alone, in a batch, and with other heads beside it."""
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ def results(q, k, v, mask):
 
 
 def same_bits(mask, dim, dtype, *, batch, heads, tokens, device):
-    """Compares the results of one element of a batch, and of one of its heads, with the whole batch's."""
     generator = torch.Generator().manual_seed(dim)
     shape = (batch, heads, tokens, dim)
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
@@ -37,7 +34,6 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(kind):
 
 
 def global_rows_and_columns(tokens):
-    """Long enough to be cut into chunks."""
     layout = torch.eye(tokens // 128, dtype=torch.bool)
     layout[:2] = True
     layout[:, :2] = True

@@ -1,5 +1,3 @@
-"""Repeated calls skip the checks and give the same results, and no other call is taken for a repeat."""
-
 import os
 import re
 import sys
@@ -18,6 +16,7 @@ from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache, native, prepared_call
 from sparseflash.backends.triton.call_keys import key_of
+from sparseflash.backends.triton.launch.launches import _specialised
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.prepared_call import setting_of
@@ -27,7 +26,6 @@ TOKENS = 40
 
 
 def tensors(seed=0, heads=2, kv_heads=2, tokens=TOKENS, dim=16, dtype=torch.float16, inside=False):
-    """q, k and v; `inside`: heads inside tokens."""
     g = torch.Generator().manual_seed(seed)
     shapes = [(1, tokens, h, dim) if inside else (1, h, tokens, dim) for h in (heads, kv_heads, kv_heads)]
     found = [torch.randn(shape, generator=g).to(dtype) for shape in shapes]
@@ -39,7 +37,7 @@ def mask_of(tokens=TOKENS):
 
 
 def counted():
-    """Counts the calls that pass the checks of the backend: all but those that are repeats."""
+    """Counts the calls that are no repeats."""
     return mock.patch.object(api, "check", wraps=api.check)
 
 
@@ -99,7 +97,7 @@ def test_calls_of_any_order_do_not_disturb_one_another(calls):
 
 
 def test_calls_that_differ_in_anything_have_keys_of_their_own():
-    """Also if they differ in properties that Triton's interpreter ignores, such as alignment."""
+    """Also if they differ in alignment, which Triton's interpreter ignores."""
     base, mask = [x[..., :16] for x in tensors(tokens=48, dim=24)], mask_of()
 
     def others(x):
@@ -148,7 +146,7 @@ def test_launches_that_differ_in_anything_have_keys_of_their_own():
 
 
 def functions_of_a_repeat(call):
-    """The functions of the library that a third call runs, in order; as on a GPU, but nothing is started there."""
+    """The library's functions that a third call runs, in order, as on a GPU."""
     folder, found = f"{Path(sparseflash.__file__).parent}{os.sep}", []
 
     def called(frame, event, _):
@@ -167,7 +165,7 @@ def functions_of_a_repeat(call):
 
     before = sys.getprofile()
     with (
-        override(),  # empties the caches, of what is prepared here, too
+        override(),  # also empties the caches that are filled here
         mock.patch.object(Variant, "can_start_directly", lambda self: found.append("asked") or True),
         mock.patch.object(Variant, "kernel", lambda self, *given: Kernel()),
         mock.patch.object(native.module(), "start", start),
@@ -227,7 +225,7 @@ def test_only_plain_calls_in_half_precision_are_cached():
     assert place_of(*half, mask) is not None and place_of(*half, None, 0.5) is not None
     assert place_of(*tensors(dtype=torch.float32), mask) is None
     assert place_of(*half, mask.with_lengths([30])) is not None
-    assert place_of(*half, mask.with_lengths([30, 20])) is None  # of another batch size: the checks will say so
+    assert place_of(*half, mask.with_lengths([30, 20])) is None
     assert place_of(*half, dynamic) is None
     assert place_of(*half, mask, torch.tensor(0.5)) is None
     assert place_of(*half, "mask") is None
@@ -315,7 +313,7 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
 
 @pytest.mark.parametrize("change", [None, scores.alibi(torch.ones(2))], ids=["plain", "alibi"])
 def test_a_repeat_that_needs_gradients_asks_for_them_before_its_forward(change):
-    """Kernels that were asked for by name may serve the forward alone."""
+    """Kernels asked for by name may serve the forward alone."""
     mask, (q, k, v) = mask_of(), tensors()
     for grad_mode in (True, False):
         with torch.set_grad_enabled(grad_mode):
@@ -328,7 +326,7 @@ def test_a_repeat_that_needs_gradients_asks_for_them_before_its_forward(change):
 
 
 def test_lengths_are_those_of_each_call():
-    """Masks that differ only in lengths share the cache of their arrays."""
+    """Masks that differ only in lengths share a cache."""
     base = mask_of()
     q, k, v = tensors()
     dout = torch.ones(1, 2, TOKENS, 16, dtype=torch.float16)
@@ -406,3 +404,24 @@ def test_a_repeat_on_a_gpu_gives_the_same_bits():
         graph.replay()
     for other in (again, captured):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_numbers_that_triton_may_specialise_on_have_keys_of_their_own():
+    """Whatever tuples they are in; floats have none."""
+    different = [
+        (),
+        (1,),
+        (2,),
+        (1, 2),
+        ((1,), 2),
+        (1, (2,)),
+        ((1, 2),),
+        ((1,), (2,)),
+        ((), 1),
+        (1, ()),
+        (None,),
+        (1.0,),
+    ]
+    keys = [tuple(_specialised(x)) for x in different]
+    assert len(set(keys)) == len(keys)
+    assert _specialised((1, (0.5, 2))) == _specialised((1, (0.25, 2)))

@@ -1,5 +1,3 @@
-"""Recording CUDA graphs: nothing made during a capture is cached, and everything that a graph reads is kept."""
-
 from unittest import mock
 
 import pytest
@@ -30,7 +28,7 @@ def test_a_cpu_records_nothing():
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_what_is_kept_is_not_made_while_a_graph_is_recorded(masked):
-    """Its tensors would be filled by the replay only, and other calls would read them before."""
+    """Only the replay would fill its tensors."""
     clear_caches()
     mask = masks.causal(20, block=16) if masked else None
     q, k, v = tensors(requires_grad=True)
@@ -41,7 +39,7 @@ def test_what_is_kept_is_not_made_while_a_graph_is_recorded(masked):
         assert torch.equal(attention(q, k, v, mask, backend="triton"), out)
         with pytest.raises(RuntimeError, match="forward and, if that is recorded, backward"):
             out.sum().backward()
-        with pytest.raises(RuntimeError, match="before the capture"):  # another layout
+        with pytest.raises(RuntimeError, match="before the capture"):
             attention(q.float(), k.float(), v.float(), mask, backend="triton")
     out = attention(q, k, v, mask, backend="triton")
     out.sum().backward()
@@ -50,7 +48,7 @@ def test_what_is_kept_is_not_made_while_a_graph_is_recorded(masked):
 
 
 def test_a_mask_that_the_graph_itself_makes_is_planned_there():
-    attention(*tensors(), made_dynamic(masks.causal(20, block=16), 1), backend="triton")  # loads the kernel
+    attention(*tensors(), made_dynamic(masks.causal(20, block=16), 1), backend="triton")
     with recorded():
         dynamic = made_dynamic(masks.causal(20, block=16), 0)
         attention(*tensors(), dynamic, backend="triton")
@@ -59,7 +57,6 @@ def test_a_mask_that_the_graph_itself_makes_is_planned_there():
 
 
 def test_nothing_that_a_graph_records_is_kept_with_a_mask_that_was_there_before():
-    """It would be empty until the replay, and other calls would read it before."""
     dynamic = made_dynamic(masks.causal(20, block=16), 0)
     q, k, v = tensors(requires_grad=True)
     attention(q, k, v, made_dynamic(masks.causal(20, block=16), 1), backend="triton").sum().backward()
@@ -71,8 +68,6 @@ def test_nothing_that_a_graph_records_is_kept_with_a_mask_that_was_there_before(
 
 
 def test_a_mask_that_a_graph_has_made_keeps_nothing_between_replays():
-    """Each replay makes another mask of it."""
-
     def chosen(seed):
         scores = torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))
         return masks.top_k_blocks(scores, k=2, q_len=60, block=16)

@@ -1,5 +1,3 @@
-"""Kernels started by the driver: each parameter is where the kernel reads it, whatever a call gives."""
-
 import ctypes
 import struct
 import weakref
@@ -29,7 +27,7 @@ def starts(request, monkeypatch):
 
 
 class Driver:
-    """Stands in for the CUDA driver: reads the parameters of a launch as the GPU would, at their addresses."""
+    """Reads the parameters of a launch at their addresses, as a GPU."""
 
     def __init__(self, monkeypatch, parameters=()):
         self.parameters, self.launches, self.results, self.encoded, self.replaced = parameters, [], [], [], []
@@ -103,7 +101,6 @@ def number(kind, draw):
 
 @st.composite
 def kernels(draw):
-    """(signature, arguments of two calls, numbers of those that calls give)."""
     kinds = st.sampled_from([*CODES, "constexpr"])
     of_tuples = st.sampled_from(["i32", "i64", "fp32", "*bf16", "constexpr"])
     tuples = st.lists(of_tuples, max_size=3).map(tuple)
@@ -235,8 +232,6 @@ def test_parameters_of_other_sizes_than_the_code_declares_are_refused(codes, dat
 
 
 class Utils:
-    """Stands in for Triton's loader of binaries."""
-
     def __init__(self, most_shared=1000, most_threads=1024):
         self.most_shared, self.most_threads, self.loads = most_shared, most_threads, 0
 

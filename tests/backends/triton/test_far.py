@@ -1,7 +1,6 @@
-"""Numbers that do not fit: positions past 2^24, and tensors whose tokens or rows lie so far apart that offsets inside a
-tile would not fit in 32 bits.
+"""Positions past 2^24, and rows so far apart that offsets inside a tile exceed 32 bits.
 
-Memory that nobody touches costs nothing, so large tensors here are made by `torch.empty` and read in a few tiles.
+Large tensors are made by `torch.empty` and read in a few tiles.
 """
 
 import math
@@ -40,7 +39,7 @@ def distances_kernel(
     first_ptr, out_ptr, first_q, first_k, q_len, k_len,
     M: tl.constexpr, N: tl.constexpr, IS_LOG: tl.constexpr, TRANSPOSED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
-    if GATHERED:  # the streamed side
+    if GATHERED:
         if TRANSPOSED:
             first_q = tl.load(first_ptr + tl.arange(0, M))
         else:
@@ -52,7 +51,6 @@ def distances_kernel(
 
 @st.composite
 def positions(draw):
-    """Lengths, and the first query and key of a tile: anywhere, or near one another."""
     q_len, k_len = (draw(st.integers(64, MOST_TOKENS) | st.integers(64, 2**25)) for _ in "qk")
     first_q = draw(st.integers(0, q_len - SIZES[0]))
     near = min(max(first_q + k_len - q_len + draw(st.integers(-100, 100)), 0), k_len - SIZES[1])
@@ -84,7 +82,6 @@ def test_distances_are_those_of_whole_numbers_wherever_tokens_stand(place, is_lo
 @pytest.mark.parametrize("kind", ["alibi", "log_decay", "relative", "function"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_scores_of_far_positions_are_exact(kind, dtype):
-    """With equal keys, lse depends on the score modifications alone."""
     table = torch.linspace(-1, 1, 9).expand(2, 9)
     slopes = torch.tensor([0.5, 0.03125])
     change = {
@@ -178,12 +175,12 @@ def test_outputs_that_are_allocated_lie_near_in_whatever_layout_comes_in(shape, 
     out = empty_out(x, empty((*shape[:3], v_dim), [1, 1, 1, 1]))
     assert is_near(out) and is_near(empty_gradient(x))
     if shape[1] > 1 and shape[2] > 1 and strides[1] < strides[2] and shape[1] * v_dim < FAR:
-        assert out.stride(1) == v_dim  # heads inside tokens, as in x
+        assert out.stride(1) == v_dim
 
 
 @st.composite
 def launches(draw):
-    """q, k and v of huge strides, on the meta device, which kernels take."""
+    """Huge strides on the meta device."""
     kv_heads, group, dims = draw(st.integers(1, 400)), draw(st.sampled_from([1, 1, 7, 170])), (16, 64, 128, 256)
     batch, q_len, k_len = draw(st.integers(1, 3)), draw(st.integers(1, 300)), draw(st.integers(1, 300))
     dim, v_dim = draw(st.sampled_from(dims)), draw(st.sampled_from(dims))
@@ -245,7 +242,6 @@ def test_numbers_and_grids_that_do_not_fit_are_no_arguments_of_kernels():
 
 
 def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
-    """With a limit that a small problem exceeds."""
     mask, pattern = masks.causal(512, block=128), torch.zeros(2, 3, dtype=torch.int32)
     problem = Problem.of(mask, scale=1.0)
     plan = plan_of(problem, (2, 3), 3, (512, 512))
@@ -273,7 +269,6 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
 
 @pytest.mark.gpu
 def test_far_positions_on_a_gpu():
-    """ALiBi, a logarithmic decay and a table, of few queries among 16.9 million keys."""
     q, k, v = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in (24, LONG, LONG))
     mask, small = (masks.local(24, keys, window=40, causal=True, block=16).to("cuda") for keys in (LONG, 80))
     slopes, table = torch.tensor([0.5, 0.03125], device="cuda"), torch.randn(2, 9, device="cuda")

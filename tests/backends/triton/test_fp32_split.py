@@ -1,5 +1,3 @@
-"""Full fp32 as three pieces of 8 bits: the values of the pieces, and that six of their products are enough."""
-
 import numpy as np
 import pytest
 import torch
@@ -66,7 +64,7 @@ def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
     assert torch.equal(in_pieces(x, 16).double().sum(-2)[..., :4], x.double())
     poison = torch.full((1, 1, 1, 1), -1, dtype=torch.int32).view(torch.float32)  # a NaN of ones alone
     nothing = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan]).view(1, 1, 1, 3), poison], -1)
-    with np.errstate(invalid="ignore"):  # the interpreter's numpy warns
+    with np.errstate(invalid="ignore"):
         pieces = in_pieces(nothing, 16)
     assert pieces.double().sum(-2)[..., :4].isnan().all()
 
@@ -92,7 +90,7 @@ def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
     mask = masks.local(96, window=64, block=32)
     attention(q, k, v, mask, backend="triton")
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
-    attention(q, k, v, mask, backend="triton")  # as before
+    attention(q, k, v, mask, backend="triton")
     other = k.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(RuntimeError, match="call it once with the same mask and tensors of the same layout"):
         attention(q, other, v, mask, backend="triton")
@@ -104,7 +102,7 @@ def test_a_new_layout_is_refused_while_a_graph_is_recorded(monkeypatch):
         (torch.float32, False, (9, 0), 256, True),
         (torch.float32, False, (8, 0), 256, True),
         (torch.float32, False, (8, 6), 128, True),
-        (torch.float32, False, (8, 6), 256, False),  # too little shared memory
+        (torch.float32, False, (8, 6), 256, False),
         (torch.float32, True, (9, 0), 64, False),
         (torch.float16, False, (9, 0), 64, False),
     ],
@@ -134,7 +132,7 @@ def _product_kernel(
 
 
 def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None = None) -> Tensor:
-    """The product of two [rows, dim] matrices. precision: None for the default on the GPU at hand."""
+    """`[rows, dim]` matrices. precision: None for the default on the GPU at hand."""
     rows, dim = x.shape
     out = x.new_empty(rows, rows)
     if precision is None:
@@ -156,7 +154,6 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
     found = (product(x, y) - truth).abs()
     assert found.max() <= 2 * plain.max() + torch.finfo(torch.float32).eps
     assert found.mean() <= 2 * plain.mean()
-    # Without the third pieces of x they are not.
     pieces = in_pieces(x[None, None], dim)
     pieces[..., 2, :] = 0
     fewer = pieces.double().sum(-2)[0, 0] @ y.double().T
@@ -164,7 +161,7 @@ def test_six_products_are_as_good_as_one_in_fp32(dim, device):
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128])
-@pytest.mark.parametrize("draw", [torch.rand, torch.randn])  # in sums of one sign it adds up
+@pytest.mark.parametrize("draw", [torch.rand, torch.randn])
 def test_what_tensor_cores_cut_off_is_made_up_for(draw, dim, monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -191,7 +188,7 @@ def test_small_whole_numbers_stay_exact(precision, device):
 
 
 def test_sums_are_corrected_on_the_gpus_that_it_was_fitted_on_alone(monkeypatch):
-    assert precision_of("fp32", in_pieces=True, corrected=True) == PIECES.value  # the interpreter rounds
+    assert precision_of("fp32", in_pieces=True, corrected=True) == PIECES.value
     monkeypatch.setattr(fp32_split, "INTERPRETED", False)
     for capability, corrected in (((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False)):
         for split in (True, False):
@@ -217,7 +214,6 @@ def _whole_product_kernel(
 
 
 def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
-    """The product of two [rows, dim] matrices, which the kernel splits."""
     out = x.new_empty(len(x), len(x))
     precision = precision_of("fp32", in_pieces=False, corrected=architecture_of(capability_of(x.device)).corrects_sums)
     _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored, **OPTIONS)
@@ -253,7 +249,7 @@ def test_products_of_whole_tiles_are_as_good_as_in_fp32_and_keep_infinities(dim,
 
 @pytest.mark.gpu
 def test_sums_of_numbers_of_one_sign_are_not_worse_than_in_fp32():
-    """Tensor cores truncate low bits, always towards zero."""
+    """Tensor cores truncate low bits."""
     tokens = 8192
     q, k = (torch.rand(1, 2, tokens, 64, device="cuda") for _ in range(2))
     v = torch.rand(1, 2, tokens, 64, device="cuda") + 1
@@ -265,7 +261,7 @@ def test_sums_of_numbers_of_one_sign_are_not_worse_than_in_fp32():
 
 @pytest.mark.gpu
 def test_fp32_needs_memory_in_proportion_to_the_tokens():
-    """The pieces of q, k, v and of the gradient of the output are six bytes a number, and gone afterwards."""
+    """Pieces take six bytes a number."""
     peaks = []
     for tokens in (16_384, 65_536):
         mask = masks.local(tokens, window=256).to("cuda")
@@ -276,4 +272,4 @@ def test_fp32_needs_memory_in_proportion_to_the_tokens():
         peaks.append((torch.cuda.max_memory_allocated() - before) / q.nbytes)
         del q, k, v
     assert peaks[1] < 1.2 * peaks[0]
-    assert max(peaks) < 14  # out and its gradient, three gradients: 5; four times 1.5 in pieces: 6; and some rows
+    assert max(peaks) < 14  # out and its gradient, three gradients: 5; four times 1.5 in pieces: 6

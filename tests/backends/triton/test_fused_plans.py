@@ -1,5 +1,3 @@
-"""The plans of dynamic masks that kernels make: the same as PyTorch's operations make, in fewer launches."""
-
 import dataclasses
 from contextlib import nullcontext
 from unittest import mock
@@ -33,7 +31,7 @@ def by(way):
 
 
 def worklists(mask, way, *, axes=(0, 1), batch=1, kv_heads=HEADS, tile=16):
-    mask = dataclasses.replace(mask, indices=mask.indices.view(-1))  # another tensor has another cache
+    mask = dataclasses.replace(mask, indices=mask.indices.view(-1))
     with by(way):
         made = plan(mask, batch, HEADS, kv_heads)
         return [made.worklist(axis, tile) for axis in axes]
@@ -77,7 +75,7 @@ def test_one_kernel_lists_the_columns_that_operations_sort(mask, seed, at_once):
 
 @pytest.mark.parametrize(("limit", "most"), [("_MOST_PAIRS", None), ("_MOST_PAIRS", 1), ("_MOST_ROWS", 6)])
 def test_columns_of_very_thin_or_long_masks_are_sorted(limit, most):
-    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)  # 7 rows of blocks
+    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
     sorts = mock.patch.object(planning, "columns_of", side_effect=AssertionError("sorted"))
     with mock.patch.object(fused, limit, most or getattr(fused, limit)):
         assert_planned_alike(mask)
@@ -87,7 +85,7 @@ def test_columns_of_very_thin_or_long_masks_are_sorted(limit, most):
 
 
 def long_rows():
-    """Rows of more tiles than a program reads at a time, with full and partial tiles in turn, and an empty row."""
+    """With full and partial tiles in turn, and an empty row."""
     live = torch.rand(64, 16 * 300, generator=torch.Generator().manual_seed(0)) < 0.9
     live = live | (torch.arange(16 * 300) // 16 % 3 > 0)
     live[:, ::17] = False
@@ -109,7 +107,7 @@ def test_columns_of_more_rows_than_a_program_searches_at_a_time():
 
 
 def test_more_unused_room_than_a_program_looks_after_at_a_time():
-    """Kernels read one tile past a list, and an item without tiles names the first that follows."""
+    """Kernels read one tile past a list."""
     scores = torch.rand(1, 4, 600, generator=torch.Generator().manual_seed(0))
     mask = masks.mass_blocks(scores, mass=0.1, q_len=64, k_len=9600, block=16)
     room = len(mask.indices) - int(mask.indptr[-1])
@@ -119,7 +117,7 @@ def test_more_unused_room_than_a_program_looks_after_at_a_time():
     assert_planned_alike(mask)
 
 
-@pytest.mark.parametrize("block", [16, 32])  # items of 16 queries
+@pytest.mark.parametrize("block", [16, 32])
 def test_patterns_that_batch_elements_and_heads_share_are_read_where_they_lie(block):
     mask = made_dynamic(masks.causal(100, block=block), seed=1)
     for pattern in (mask.pattern, torch.tensor([[1, 0, 1, 1]]), torch.tensor([[1], [0], [1]])):
@@ -227,7 +225,6 @@ print(*sorted({name for name, _ in compiled}), len({kernel.hash for _, kernel in
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
-    # Alone and in groups of two; what is sorted by octaves is written in int8.
     assert done.stdout.split() == ["column_kernel", "list_kernel", "size_kernel", "work_kernel", str(1 + 1 + 4 + 2)]
 
 
@@ -261,7 +258,7 @@ def test_a_cuda_graph_plans_anew_at_every_replay():
         work = plan(mask, 1, HEADS).worklist(0, 64)
         return attention(q, k, v, mask), work
 
-    step()  # loads the kernels
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, work = step()

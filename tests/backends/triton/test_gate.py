@@ -1,5 +1,3 @@
-"""Hopper kernels under a version of Triton that was not measured: tried once, and the portable ones if they fail."""
-
 import json
 import logging
 import os
@@ -33,7 +31,7 @@ HALF = Request(
 PLAIN = gate.Kind("bfloat16", 128, False, False, (), (), False)
 WRONG = "their results are wrong; errors as multiples of the allowed error: out 300"
 UNMEASURED = "Triton 9.9.9 is not among the versions that they were measured with, 3.6, 3.7, 3.8 and 3.9"
-# A kernel that is broken on purpose: the assembler is given another program than Triton has made.
+# The assembler is given another program than Triton's.
 BREAKING = """
 import sys
 from triton.backends.nvidia.compiler import CUDABackend
@@ -46,7 +44,7 @@ kernel_check.main(*sys.argv[1:])
 
 @pytest.fixture
 def new_version(monkeypatch, tmp_path):
-    """A version of Triton without measurements, and without a stored verdict."""
+    """A version of Triton without measurements or verdict."""
     monkeypatch.setattr(gate, "triton_version", lambda: (9, 9))
     monkeypatch.setattr(gate, "triton_release", lambda: "9.9.9")
     monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
@@ -58,7 +56,7 @@ def new_version(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch, new_version):
-    """The same on a machine that seems to have an H100, whose kernels are not run. Yields the tried kernels."""
+    """The same on a stand-in for an H100. Yields the tried kernels."""
     tried, answers = [], {"": ("", True)}
     facts = {"triton": "9.9.9", "device": "NVIDIA H100", "sources": "abc"}
 
@@ -248,7 +246,6 @@ def test_a_process_that_came_to_no_kernel_is_none():
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_process_that_others_end_is_none(name):
-    # nohup and a shell's background leave two of these signals ignored.
     usual = {"SIGHUP": "SIG_DFL", "SIGINT": "default_int_handler"}
     heard = f"signal.signal(signal.{name}, signal.{usual[name]}); " if name in usual else ""
     why, certain = ends(SAYS + f"import os, signal; {heard}os.kill(os.getpid(), signal.{name})")
@@ -462,7 +459,7 @@ print(repr(fault_in(report.getvalue(), {"forward_kernel": 168, "backward_kernel"
 
 
 def test_the_installed_triton_prints_such_a_report():
-    """And its kernels pass; the last one is checked against a wrong number of registers."""
+    """The last kernel is checked against a wrong number of registers."""
     done = python("-c", COMPILED)
     assert done.stdout.startswith("'finish_kernel has"), done.stdout + done.stderr[-2000:]
 
@@ -504,7 +501,7 @@ def test_with_the_installed_versions_the_kernels_for_hopper_serve():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Calls with tensors of the CPU take the kernels that they would on a GPU; the interpreter runs the portable."""
+    """CPU tensors take the kernels of a GPU."""
     monkeypatch.setattr(sys.modules["sparseflash.attention"], "chosen_backend", lambda *asked: ("triton", "a test"))
 
 
@@ -592,7 +589,6 @@ def test_another_version_whose_kernels_pass_serves_without_a_warning(new_version
 @pytest.mark.gpu
 @needs_hopper
 def test_a_kernel_that_is_broken_here_does_not_serve(new_version, monkeypatch):
-    """The assembler is given another program than Triton has made, in the process that tries the kernels."""
     whole = gate.command
     monkeypatch.setattr(
         gate, "command", lambda kind, device: [sys.executable, "-c", BREAKING, *whole(kind, device)[-2:]]
@@ -613,7 +609,7 @@ def test_a_kernel_that_is_broken_here_does_not_serve(new_version, monkeypatch):
 @pytest.mark.gpu
 @needs_hopper
 def test_a_first_call_inside_a_capture_is_refused_as_ever_and_the_graph_is_not_broken_by_the_check(new_version):
-    """The check runs in another process, so it takes nothing from a capture, whose work this process alone records."""
+    """Another process runs the check."""
     q = torch.randn(1, 2, 1024, 128, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     x = torch.zeros(4, device="cuda")

@@ -1,5 +1,3 @@
-"""The memory that CUDA graphs read lives as long as the graphs, and no longer."""
-
 import ctypes
 import gc
 import weakref
@@ -13,7 +11,6 @@ from sparseflash.blockmask.streams import ReadyEvent
 
 
 def test_what_is_kept_goes_when_the_graph_posts_its_semaphore():
-    """The driver calls sem_post; here the test does."""
     kept = graph_memory._Kept()
     kept.tensors[0] = x = torch.ones(3)
     alive = weakref.ref(x)
@@ -34,7 +31,6 @@ def inputs(tokens=256, seed=0):
 
 
 def overwrite_what_is_free():
-    """Fills PyTorch's free memory, in blocks of many sizes, with values whose use would show."""
     filled = [
         torch.full((1 << size,), -1, device="cuda", dtype=torch.int32) for size in range(4, 22) for _ in range(24)
     ]
@@ -43,7 +39,6 @@ def overwrite_what_is_free():
 
 
 def recorded(step):
-    """A graph of the step, and the result of the step while it was recorded."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -58,7 +53,7 @@ def recorded(step):
 @pytest.mark.gpu
 @pytest.mark.parametrize("choose", ["top_k_blocks", "mass_blocks", "selected_keys"])
 def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose):
-    """The candidate tiles are cached, 32 sets of them: the graph still reads its own."""
+    """The candidate tiles are cached, 32 sets of them."""
     q, k, v = inputs()
 
     def chosen(tokens, q, k):
@@ -97,7 +92,7 @@ def test_a_graph_stays_right_after_its_mask_was_deleted_and_the_caches_were_empt
         mask = masks.butterfly(256, block=64).to("cuda")
 
         def step():
-            leaves = [x.detach().requires_grad_(training) for x in tensors]  # of the stream that is captured
+            leaves = [x.detach().requires_grad_(training) for x in tensors]
             out = attention(*leaves, mask)
             return (out, *torch.autograd.grad(out.sum(), leaves)) if training else (out,)
 

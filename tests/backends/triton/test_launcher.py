@@ -1,5 +1,3 @@
-"""Launching compiled Triton kernels: the same as Triton's own launch, including hooks, in less time."""
-
 import ast
 import threading
 import weakref
@@ -41,8 +39,6 @@ def test_no_launch_leaves_fused_operations_to_tritons_default(package):
 
 
 class Kernel:
-    """A Triton kernel that records how Triton is asked to compile and to launch it."""
-
     __name__ = "kernel"
     arg_names = ("x_ptr", "work_ptr", "scale", "y_ptr", "SIZE")
 
@@ -176,7 +172,7 @@ def test_a_kernel_that_does_not_fit_in_shared_memory_gets_fewer_stages_when_it_i
     launch = Launch(made, {"scale": 0.5}, examples, {}, bound=("work_ptr",)).bind(1, work_ptr=work)
     launch(named(x, x)), launch(named(x, x))
     assert [options["num_stages"] for _, options in kernel.warmed] == tried
-    assert made.options == kernel.warmed[-1][1]  # Triton's own launcher receives the same
+    assert made.options == kernel.warmed[-1][1]
 
 
 def test_launches_of_one_variant_have_work_of_their_own():

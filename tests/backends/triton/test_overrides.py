@@ -1,5 +1,3 @@
-"""Overrides hold for the launches prepared inside them, and for no others."""
-
 import pytest
 import torch
 
@@ -30,7 +28,6 @@ def test_a_configuration_is_that_of_its_kernel_alone_cut_down_to_the_tiles(mask)
 
 
 def test_a_configuration_is_taken_as_it_is_also_where_scores_are_changed(mask):
-    """Without it, a kernel that reads a table would get more warps, and the limit of registers would be lifted."""
     table = scores.relative(torch.randn(1, 9), scores.clipped(4))
     given = Config(16, 32, 2, 1, 168)
     with override(configs={"forward": given, "dq": given, "dk_dv": given}):

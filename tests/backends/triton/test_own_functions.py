@@ -1,5 +1,3 @@
-"""User functions of scores in the kernels: each operation, functions written in Triton, and what is refused."""
-
 import linecache
 import re
 
@@ -24,7 +22,7 @@ def tensors(tokens=16, heads=2, dtype=torch.float32):
 
 
 def compare(change, *learned, mask=None, backend="triton"):
-    """Raises AssertionError unless the kernels give what the blockwise backend does, with all gradients."""
+    """Kernels must give what the blockwise backend does, with all gradients."""
     q, k, v = tensors()
     found = []
     for each in (backend, "blockwise"):
@@ -48,14 +46,14 @@ ARITHMETIC = {
 
 @pytest.mark.parametrize("exponent", [2, 3, 17, 1.5, 1.3, 20.25, -1, -2, -3, -1.5, -0.3])
 def test_powers_are_pytorchs_at_zero_and_below(exponent):
-    """A score is a product of single numbers, so it may be 0; negative bases only have whole powers."""
+    """A score may be 0; negative bases only have whole powers."""
     bases = torch.tensor([0.0, 0.3, 0.8, 1.0, 1.7] + [-0.4, -1.0, -1.6] * float(exponent).is_integer())
     q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, len(bases), 16), torch.zeros(1, 1, len(bases), 16)
     q[..., 0], k[..., 0], v[..., 0] = 1.0, bases, torch.arange(len(bases))
 
-    own = scores.function(lambda s, b, h, q, k: (s**exponent).clamp(-5, 5))  # what is infinite is cut
+    own = scores.function(lambda s, b, h, q, k: (s**exponent).clamp(-5, 5))
     values = {}
-    with np.errstate(all="ignore"):  # of the interpreter's numpy
+    with np.errstate(all="ignore"):
         for backend in ("triton", "blockwise"):
             leaf = k.clone().requires_grad_()
             out, lse = attention(q, leaf, v, scale=1.0, scores=own, backend=backend, return_lse=True)
@@ -67,7 +65,7 @@ def test_powers_are_pytorchs_at_zero_and_below(exponent):
 @pytest.mark.parametrize(("backend", "padded"), [("triton", False), ("triton", True), ("blockwise", False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_slopes_of_scores_that_do_not_exist_may_be_infinite(dtype, backend, padded):
-    """Tiles are padded with zeros, where a root has an infinite slope; a sequence's padding may be zeros, too."""
+    """Tiles are padded with zeros, where a root has an infinite slope."""
     length, tokens = 15, 20 if padded else 15
     generator = torch.Generator().manual_seed(3)
     learned = [torch.randn(2, n, generator=generator).requires_grad_() for n in (tokens, tokens, 3)]
@@ -78,7 +76,7 @@ def test_slopes_of_scores_that_do_not_exist_may_be_infinite(dtype, backend, padd
 
     def results(backend, q, k, v, mask):
         change = scores.function(own, *learned)
-        with np.errstate(all="ignore"):  # of the interpreter's numpy
+        with np.errstate(all="ignore"):
             out, lse = attention(q, k, v, mask, scores=change, return_lse=True, backend=backend)
             total = out[:, :, :length].float().sin().sum() + lse[:, :, :length].sum()
             found = torch.autograd.grad(total, (q, k, v, *learned))
@@ -166,7 +164,7 @@ def test_a_function_written_in_triton_is_called_instead():
         attention(*tensors(), scores=learned, backend="triton").sum().backward()
 
 
-FAR = torch.empty(9, 2**28, dtype=torch.bool)[:, :16]  # memory that is not touched
+FAR = torch.empty(9, 2**28, dtype=torch.bool)[:, :16]
 LARGE = torch.ones(4000, 40, requires_grad=True)
 
 
@@ -245,7 +243,7 @@ def test_the_gradient_of_a_read_is_put_where_it_was_read():
     ],
 )
 def test_integers_of_positions_have_64_bits_where_they_need_them(added):
-    """As in PyTorch; in 32 bits these products would wrap around, without a sound."""
+    """In 32 bits these products would wrap around."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 16, generator=generator) for n in (16, 900, 900))
     change = scores.function(lambda s, b, h, q, k: s + added(q, k) / 100)
@@ -272,7 +270,7 @@ def test_integers_of_tensors_have_the_bits_that_pytorch_gives_them(numbers, adde
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 16, generator=generator) for n in (16, 900, 900))
     mask = masks.local(16, 900, window=30, causal=True, block=16)
-    for x in (numbers, numbers % 97 if numbers.dtype == torch.int64 else numbers):  # a second tensor of this dtype
+    for x in (numbers, numbers % 97 if numbers.dtype == torch.int64 else numbers):
         change = scores.function(lambda s, b, h, q, k, x: s + added(x, q, k), x)
         found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
@@ -293,7 +291,7 @@ def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
 
 @pytest.mark.timeout(60)
 def test_a_value_that_is_used_twice_at_each_step_is_looked_at_once():
-    """Walked once for each use, 40 doublings would take 2^40 steps."""
+    """Walked once for each use, 40 doublings take 2^40 steps."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 1, 32, 16, generator=generator)
     x = torch.arange(32) % 2

@@ -1,5 +1,3 @@
-"""Launches are prepared once and cached: the key must contain everything that a launch depends on."""
-
 from unittest import mock
 
 import pytest
@@ -36,10 +34,10 @@ def assert_right(q, k, v, mask):
         torch.testing.assert_close(a, b, **CLOSE[q.dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # of fp32 a kernel sees pieces, which are contiguous
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("masked", [True, False])
 def test_one_mask_serves_tensors_that_differ_in_anything(masked, dtype):
-    """Pairs with equal strides, or with one difference: the second must not reuse the launch of the first."""
+    """The second must not reuse the launch of the first."""
     mask = masks.causal(10, block=16) if masked else None
     q, k, v = (wide(tokens=10, seed=seed).to(dtype) for seed in range(3))
     for slices in [
@@ -68,7 +66,7 @@ def test_a_second_call_prepares_nothing():
     assert len(calls_of(mask)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("changed", ["no", "fixed", "learned"])
 def test_the_kernels_of_a_backward_are_compiled_beside_those_of_its_forward(changed, dropout, dtype):
@@ -96,7 +94,7 @@ def test_the_kernels_of_a_backward_after_a_call_without_gradients_are_compiled_s
     assert names == [{"dq_kernel", "dk_dv_kernel"}]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_call_without_gradients_prepares_no_backward(dtype):
     q, k, v = (wide(seed=seed).to(dtype).requires_grad_() for seed in range(3))
     learned = scores.alibi(torch.rand(4, requires_grad=True))
@@ -121,7 +119,6 @@ def test_another_mask_of_the_same_kind_is_bound_to_the_same_variants():
 
 @pytest.mark.parametrize(("way", "wanted"), [("descriptors", True), ("pointers", False)])
 def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
-    """The exactness tests' "descriptors" and "pointers" run as named."""
     q, k, v = (x.half().requires_grad_() for x in (wide(dim=32), wide(dim=32, seed=1), wide(dim=32, seed=2)))
     mask = masks.local(40, window=9, block=16)
     with loads(way):
@@ -133,7 +130,7 @@ def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_bytes(block):
-    """TMA writes to multiples of 128 bytes; the interpreter would not notice, a GPU stops."""
+    """TMA writes to multiples of 128 bytes; only a GPU notices."""
     q, k, v = (wide(heads=2, dim=16, seed=seed).half().requires_grad_() for seed in range(3))
     mask = masks.local(40, window=9, block=block)
     attention(q, k, v, mask, backend="triton").sum().backward()
@@ -150,13 +147,13 @@ def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_byte
 def test_descriptors_are_for_aligned_tensors_only():
     q = wide(dim=36).half()
     assert can_describe(q[..., :32].contiguous())
-    assert not can_describe(q)  # rows of 72 bytes
-    assert not can_describe(wide(dim=32).half()[..., 1:])  # starts off a multiple of 16 bytes
+    assert not can_describe(q)
+    assert not can_describe(wide(dim=32).half()[..., 1:])
     assert not can_describe(q[..., :32].contiguous()[:, :1].expand(-1, 4, -1, -1))  # broadcast
 
 
 def test_examples_have_the_layout_of_what_the_kernels_read():
-    """They determine the compiled code, and the strides passed to kernels."""
+    """They determine the compiled code."""
     for dtype in (torch.float16, torch.float32):
         for dim in (16, 18, 24):
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))

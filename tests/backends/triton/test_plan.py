@@ -1,5 +1,3 @@
-"""The plan: every live tile of every head is walked exactly once, the longest rows first, nothing stored twice."""
-
 import heapq
 from unittest import mock
 
@@ -23,7 +21,7 @@ from tests.drawn.masks import block_masks
 
 
 def walked(side, heads, count):
-    """The work items' live tiles: `{(batch element, head, tile row, member of the group): [(block, tile id)]}`."""
+    """Live tiles of the work items: `{(batch element, head, tile row, member of the group): [(block, tile id)]}`."""
     found = {}
     for item in side.work.tolist():
         for member, (number, start, full, total, first_full, first_masked, first_tile, _) in enumerate(item):
@@ -50,7 +48,6 @@ def test_rows_and_columns_walk_every_live_tile_once(data):
 
 
 def assert_walked_once(mask, batch, heads, kv_heads):
-    """In whole lists; test_splits.py tests those that are cut."""
     pattern = mask.pattern.expand(batch, heads)
     made = plan(mask, batch, heads, kv_heads)
     tiles_of = {}
@@ -111,7 +108,7 @@ def test_of_many_programs_those_of_similar_length_stay_in_the_order_of_heads():
     of_16_and_17 = [i for i in range(2000) if i % 5 in (0, 3)]
     assert order[:400].tolist() == list(range(1, 2000, 5)) and order[400:1200].tolist() == of_16_and_17
     few = start_order(lengths[:1000])
-    assert few[200:400].tolist() == list(range(3, 1000, 5))  # to the tile
+    assert few[200:400].tolist() == list(range(3, 1000, 5))
 
 
 @pytest.mark.parametrize("kind", ["random12", "causal", "bigbird"])
@@ -153,7 +150,7 @@ def test_a_forward_alone_plans_no_columns():
 
 @given(block_masks(most_tokens=130, blocks=(16, 32), batch=2, heads=4), st.sampled_from([1, 2, 4]))
 def test_a_mask_from_the_host_is_planned_there_with_the_same_result(mask, kv_heads):
-    """As `mask.to("cuda")` leaves it: the arrays on the device, and the mask that they were copied from."""
+    """As `mask.to("cuda")` leaves it."""
     moved = BlockMask(*mask._numbers(), *(None if x is None else x.clone() for x in mask._arrays()))
     mask_cache(moved.indices)["host"] = mask._padded(None)
     for axis in (0, 1):
@@ -199,7 +196,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
 @pytest.mark.parametrize("descriptors", [True, False])
 def test_a_b200_has_tables_of_its_own(descriptors):
-    """With the sizes of an H100, until they are measured; whoever writes them does not overwrite the other ones."""
+    """With the sizes of an H100, until they are measured."""
     hopper, blackwell = (architecture_of(each).tables.of(descriptors) for each in ((9, 0), (10, 0)))
     assert blackwell == hopper and blackwell is not hopper
 
@@ -218,7 +215,7 @@ def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_i
                         assert block_q % config.block_m == 0
                         assert block_k % config.block_n == 0
                         assert min(config.block_m, config.block_n) >= 16
-                        assert config.block_n in (16, 32, 64, 128, 256)  # parts of a word of bits, or whole words
+                        assert config.block_n in (16, 32, 64, 128, 256)
                         assert config.num_warps in (1, 2, 4, 8)
                         assert config.num_stages >= 1
 

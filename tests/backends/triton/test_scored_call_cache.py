@@ -1,5 +1,3 @@
-"""Repeated calls with score modifications skip checks and plans, and no other call is taken for a repeat."""
-
 import gc
 import weakref
 from unittest import mock
@@ -36,7 +34,6 @@ def gain_of_heads(score, b, h, q, k, gain):
 
 
 OWN = scores.function(gain_of_heads, torch.ones(HEADS))
-# The shape of the tensor, and the change that has it.
 KINDS = {
     "alibi": ((HEADS,), scores.alibi),
     "log decay": ((HEADS,), scores.log_decay),
@@ -74,7 +71,7 @@ LAYOUTS = ("contiguous", "shared", "wider", "strided", "transposed", "unaligned"
 
 def results(change, x, mask, tensors, *, lse=True, mode="training", **options):
     options |= {"scores": change, "backend": "triton", "return_lse": True}
-    with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
+    with np.errstate(over="ignore", invalid="ignore"):
         if mode != "training":
             with torch.inference_mode() if mode == "inference" else torch.no_grad():
                 return list(attention(*tensors, mask, **options))
@@ -96,7 +93,7 @@ def anew():
 
 
 def planned():
-    """Counts the passes that are looked up among the plans: none for a repeat."""
+    """Counts the passes that are looked up: none for a repeat."""
     return mock.patch.object(prepared_call, "setting_of", wraps=prepared_call.setting_of)
 
 
@@ -160,14 +157,14 @@ BASE = {"kind": "t5", "layout": "contiguous", "dtype": torch.float32}
     ids=str,
 )  # fmt: skip
 def test_what_launches_depend_on_is_in_the_key(other):
-    """Including properties that Triton's interpreter ignores, such as alignment."""
+    """Including alignment, which Triton's interpreter ignores."""
     mask, tensors = mask_of(), inputs()
     results(*drawn(**BASE), mask, tensors, mode="no_grad")
     with planned() as plans:
         results(*drawn(**BASE, seed=1, learned=False), mask, tensors, mode="no_grad")
         assert plans.call_count == 0
         results(*drawn(**(BASE | other)), mask, tensors, mode="no_grad")
-        # Buckets are data: tables of one size are read by the same launches.
+        # Buckets are data.
         assert plans.call_count == (0 if other == {"kind": "clipped"} else 1)
 
 
@@ -220,7 +217,7 @@ def test_tensors_of_another_device_have_keys_of_their_own():
 
 @pytest.mark.parametrize("kind", ["t5", "key bias"])
 def test_changes_that_are_replaced_before_the_kernels_are_replaced_at_every_call(kind):
-    """A table by distance, whose entries are found for the lengths, and a bias that is the same for all queries."""
+    """A table by distance, and a bias that is the same for all queries."""
     mask, tensors = mask_of(), inputs()
     for seed in range(3):
         change, x = drawn(kind, seed)
@@ -244,7 +241,7 @@ def test_tables_of_equal_strides_and_other_sizes_are_not_mixed_up():
 
 def test_a_temperature_whose_queries_have_another_layout_is_no_repeat():
     mask, (q, k, v) = mask_of(), inputs()
-    shared = q[:, :1].expand_as(q)  # by the heads, until they are divided
+    shared = q[:, :1].expand_as(q)
     for divide in (False, True, False):
         change, slopes = drawn("alibi")
         change = change + scores.temperature(torch.tensor([0.5, 2.0])) if divide else change

@@ -1,5 +1,3 @@
-"""The arithmetic of full fp32 in the kernels: powers of two to within one ulp, and sums that are rounded once."""
-
 import pytest
 import torch
 import triton
@@ -27,7 +25,7 @@ def _sums_kernel(x_ptr, out_ptr, TERMS: tl.constexpr, LANES: tl.constexpr):
 
 
 def error_of(found, truth):
-    """The largest relative error, in units of 2^-23."""
+    """In units of 2^-23."""
     return ((found.double() - truth).abs() / truth).max().item() / torch.finfo(torch.float32).eps
 
 

@@ -1,5 +1,3 @@
-"""Rows and columns far longer than the rest are cut into chunks: which, and that nothing is lost or done twice."""
-
 import heapq
 from contextlib import contextmanager
 from unittest import mock
@@ -24,7 +22,6 @@ from tests.watched.waiting import NoWaiting
 
 
 def fresh(mask):
-    """The same mask, never planned before."""
     return BlockMask(*mask._numbers(), *(None if x is None else x.clone() for x in mask._arrays()))
 
 
@@ -32,7 +29,7 @@ def fresh(mask):
 
 
 def block_counts(side):
-    """The tiles that each program of a side walks, and would walk if no list were cut."""
+    """The tiles of each program of a side, and without cuts."""
     sizes, whole = side.work[..., 3].sum(1).tolist(), {}
     for number, size in zip(side.work[:, 0, 0].tolist(), sizes):
         whole[number] = whole.get(number, 0) + size
@@ -40,7 +37,7 @@ def block_counts(side):
 
 
 def makespan(sizes, slots=264):
-    """The tiles of the busiest slot, if each idle slot takes the longest remaining item."""
+    """The tiles of the busiest slot, if an idle slot takes the longest remaining item."""
     busy = [0] * slots
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(busy, busy[0] + size)
@@ -54,7 +51,7 @@ def sides(kind, heads, tile, length=16384):
 
 @pytest.mark.parametrize("heads", [1, 16, 64])
 def test_global_rows_end_with_the_others(heads):
-    """Tiles of 128 queries; a longest row of 128 tiles would still run when all others are done."""
+    """A longest row of 128 tiles would still run when all others are done."""
     rows, _ = sides("bigbird", heads, 128)
     cut, whole = block_counts(rows)
     assert rows.parts == 8 * heads and len(rows.merged) == 2 * heads
@@ -65,7 +62,7 @@ def test_global_rows_end_with_the_others(heads):
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("kind", ["bigbird", "causal", "dense", "butterfly", "random12"])
 def test_what_is_cut_does_not_depend_on_how_many_heads_there_are(kind, tile):
-    """Therefore the bits of a row do not depend on it either."""
+    """So the bits of a row do not depend on it either."""
     mask = patterns.block_mask(kind, 16384, 128)
     for axis in (0, 1):
         lists = []
@@ -78,7 +75,6 @@ def test_what_is_cut_does_not_depend_on_how_many_heads_there_are(kind, tile):
 
 
 def test_each_head_is_cut_as_if_it_were_alone():
-    """Whatever patterns lie beside it."""
     bigbird, causal = (patterns.block_mask(kind, 16384, 128) for kind in ("bigbird", "causal"))
     together = plan(masks.per_head([causal, bigbird, causal]), 1, 3).worklist(0, 128)
     alone = plan(fresh(bigbird), 1, 1).worklist(0, 128)
@@ -124,7 +120,7 @@ def test_few_queries_to_very_many_keys_are_cut():
     ],
 )
 def test_the_numbers_of_the_table_in_configs(q_len, k_len, block, tile, resident, kind, chunks, cost):
-    """What chunks cost: half a tile each, as a part of all tiles."""
+    """Chunks cost half a tile each, as a part of all tiles."""
     if kind == "dense":
         made = dense_plan((1, 1), 1, (q_len, k_len), (block, block), torch.device("cpu"))
     else:
@@ -151,7 +147,7 @@ def test_chunks_are_neither_too_long_nor_too_many(sizes, slots, fewest):
 
 
 def lists_of(side, pieces):
-    """`{(number, member of the group): [(block, tile id)]}`, the chunks of an item one after the other."""
+    """`{(number, member of the group): [(block, tile id)]}`."""
     found = {}
     for item in sorted(pieces, key=lambda item: item[0][7]):
         for member, (number, start, full, count, first_full, first_masked, first_tile, _) in enumerate(item):
@@ -213,7 +209,6 @@ def test_a_plan_is_the_same_every_time():
 
 @contextmanager
 def copies_counted():
-    """How often numbers come from a tensor to the host."""
     copies = []
     tolist = torch.Tensor.tolist
     with mock.patch.object(torch.Tensor, "tolist", lambda x: copies.append(x.numel()) or tolist(x)):
@@ -268,7 +263,7 @@ def launches_noted():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_all_passes_are_exact_in_chunks(dtype):
-    """Full and partial tiles, a ragged end, empty rows, padding and grouped heads; and every pass has been cut."""
+    """Full and partial tiles, a ragged end, empty rows, padding and grouped heads."""
     with chunks_of(64), launches_noted() as names:
         check(spread_out(16, dtype, **FP32_SIZES), "triton")
     merges = [name for name in names if name.startswith("combine")]
@@ -277,7 +272,7 @@ def test_all_passes_are_exact_in_chunks(dtype):
 
 
 def test_lengths_may_change_from_call_to_call():
-    """Some chunks lie past the length then, and give nothing to the merge."""
+    """Chunks past the length give nothing to the merge."""
     layout = torch.eye(4, dtype=torch.bool)
     layout[1] = True
     layout[:, 2] = True
@@ -300,7 +295,7 @@ def test_lengths_may_change_from_call_to_call():
 
 
 def test_the_bits_do_not_depend_on_what_else_was_run():
-    """Parts lie in memory that was used before; a merge must read only written values."""
+    """A merge must read only written values."""
     mask = masks.causal(64, block=16)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 64, 16, generator=generator).requires_grad_() for _ in range(3))

@@ -1,5 +1,3 @@
-"""Masks of small blocks in other tiles: the same live scores, in the tiles that cost least."""
-
 from dataclasses import replace
 from unittest import mock
 
@@ -35,7 +33,7 @@ def retiled(mask):
 
 
 def entries(lists, row):
-    """`[(numbers of the streamed tokens [streamed], words or None if full)]` of one row."""
+    """`[(numbers of the streamed tokens, words or None if full)]` of one row."""
     _, streamed, gathered = lists.tiling
     first, full, count = (int(x[row]) for x in (lists.start, lists.full, lists.count))
     blocks = lists.index.view(len(lists.tile), -1)
@@ -49,7 +47,7 @@ def entries(lists, row):
 
 
 def dense_of(lists, axis, patterns_, q_len, k_len):
-    """Bool `[P, q_len, k_len]`: the scores that the lists call live; each at most once."""
+    """`[P, q_len, k_len]`; each score at most once."""
     held, streamed, _ = lists.tiling
     shape = (held, streamed) if axis == 0 else (streamed, held)
     words = lists.words.view(-1, shape[0], bitmask.words_per_row(shape[1]))
@@ -73,7 +71,7 @@ def dense_of(lists, axis, patterns_, q_len, k_len):
 @given(st.data())
 def test_the_lists_of_every_tiling_have_the_live_scores_of_the_mask(data):
     mask = data.draw(block_masks(most_tokens=300, blocks=(16, 32, 64), batch=2, heads=3))
-    mask = BlockMask(*mask._numbers(), *mask._arrays()[:5])  # lengths are another matter
+    mask = BlockMask(*mask._numbers(), *mask._arrays()[:5])
     want = mask.to_dense()
     for axis in (0, 1):
         block = (mask.block_q, mask.block_k)[:: 1 - 2 * axis]
@@ -88,7 +86,7 @@ def test_the_lists_of_every_tiling_have_the_live_scores_of_the_mask(data):
 
 @given(block_masks(most_tokens=300, blocks=(16, 32)), st.sampled_from([0, 1]))
 def test_the_blocks_of_both_parts_of_a_gathered_list_increase(mask, axis):
-    """Missing blocks of the last tile lie past the end; sequence lengths rely on it."""
+    """Sequence lengths rely on it."""
     streamed = (mask.block_k, mask.block_q)[axis]
     lists = retiled(mask).lists(axis, Tiling(64, 128, streamed))
     blocks = lists.index.view(len(lists.tile), -1)
@@ -103,7 +101,7 @@ def test_the_blocks_of_both_parts_of_a_gathered_list_increase(mask, axis):
 
 
 def test_gathered_tiles_are_full_where_enough_blocks_are():
-    """Seven full blocks and two partial ones: one full tile of four, the other five blocks in two."""
+    """Seven full blocks and two partial ones."""
     live = torch.zeros(16, 16 * 12, dtype=torch.bool)
     for block in (0, 2, 3, 5, 7, 9, 11):
         live[:, 16 * block : 16 * block + 16] = True
@@ -156,7 +154,7 @@ def test_the_scores_of_each_tiling_are_those_of_the_table(kind, block, tiles_, g
     ],
 )  # fmt: skip
 def test_what_lies_close_is_united_and_what_is_strewn_is_gathered_or_left(kind, block, tiling, axis):
-    """Each was the fastest of these, or within 2 % of it, in some pass on an H100."""
+    """Each was the fastest, or within 2 % of it, in some pass on an H100."""
     assert retiled(patterns.block_mask(kind, 16384, block)).tiling(axis, (64, 64), (64, 64), HALF) == Tiling(*tiling)
 
 
@@ -211,7 +209,6 @@ def test_a_walk_costs_its_steps_and_its_programs():
     assert cost.of_step(16, 16) == 0.0625 + 0.125 + 0.0625  # one warp
     assert cost.of_step(32, 32) == 0.25 + 0.25 + 0.25 and cost.of_step(32, 32, warps=2) == 0.25 + 0.25 + 0.125
     assert cost.of_step(64, 64, warps=8) == cost.of_step(64, 64)
-    # Tiles of 128 x 128 by programs that hold 64 tokens and step over 128.
     assert cost.of_tiles(3, Tiling(128, 128), (64, 128), 640) == 3 * 2 * 3.25 + 10 * 4.0
 
 
@@ -278,7 +275,7 @@ def test_tilings_are_made_once_for_all_plans_of_a_mask():
 
 
 def test_the_mask_can_be_freed_after_a_run():
-    """What is kept with its array must not hold the array: memory on the GPU would wait for the garbage collector."""
+    """What is kept with its array must not hold the array."""
     import gc
     import weakref
 
@@ -313,7 +310,7 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, data):
 
 
 def strewn(dtype, block, lengths, dropout_p=0.0):
-    """Full, partial and dead tiles, empty rows and columns, a ragged end, grouped heads with a mask each."""
+    """Full, partial and dead tiles, empty rows and columns, a ragged end, grouped heads."""
     arguments = {"q_len": 70, "k_len": 70, "block": (block, block), "heads": [[0, 1]], "holes": "both", "seed": 3,
                  "patterns": [["full", "random", "dead", "lower"], ["dead", "full", "full", "random"]]}  # fmt: skip
     return Problem(
@@ -365,7 +362,7 @@ def test_the_same_bits_at_every_run_and_for_every_copy_of_a_mask():
 
 
 def test_what_a_query_does_not_see_does_not_reach_it_from_a_block_that_is_missing():
-    """The last gathered tile of a row is filled up with blocks past the end, whose tokens are not read."""
+    """The last gathered tile is filled up with blocks past the end."""
     layout = torch.zeros(16, 16, dtype=torch.bool)
     layout[:, 5] = True
     mask = BlockMask.from_layout(layout, block=16)

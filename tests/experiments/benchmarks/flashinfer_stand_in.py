@@ -1,4 +1,4 @@
-"""FlashInfer's calls by the rules of its documentation, on the CPU: a stand-in for the package, which needs a GPU."""
+"""FlashInfer's calls by its documentation, on the CPU."""
 
 from itertools import pairwise
 

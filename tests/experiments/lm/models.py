@@ -1,5 +1,3 @@
-"""Small language models, and text for them."""
-
 from pathlib import Path
 
 import torch

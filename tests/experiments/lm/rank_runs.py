@@ -1,7 +1,4 @@
-"""Runs of experiments.lm in several processes, for its tests.
-
-Each is also paused and resumed. The first process writes the results to <out>/found.json.
-"""
+"""Runs of experiments.lm in several processes, paused and resumed; the first writes <out>/found.json."""
 
 import json
 from dataclasses import replace
@@ -18,7 +15,7 @@ from experiments.training.sharding import whole
 from tests.experiments.lm.models import tiny
 from tests.processes.rank_runs import refused, waiting_threads
 
-# Runs with shared sequences, each with its own path through the model.
+# Each with its own path through the model.
 KINDS = {
     "plain": {"pattern": "local|butterfly", "log_every": 1, "steps": 6},
     "divided": {"sharding": "fsdp", "pattern": "local,dense", "recompute": True, "steps": 4},
@@ -53,7 +50,7 @@ def sharing_sequences(data: Path, out: Path, context: int) -> None:
         if ranks.data_parallel_ranks > 1:
             found["batch"] = refused(lambda: Run(one, store, out / "one", ranks=ranks))
         leave(found, out, ranks)
-    assert len(waiting_threads()) <= 2, waiting_threads()  # of the group that the runs above still train with
+    assert len(waiting_threads()) <= 2, waiting_threads()
 
 
 def command(words: list[str]) -> None:

@@ -1,5 +1,3 @@
-"""Comparisons of runs: they pause and go on, and their table agrees with the runs' logs."""
-
 import csv
 import json
 import shutil
@@ -102,7 +100,7 @@ def test_dense_attention_learns_the_same_by_both_implementations_and_a_sparse_pa
 
 def test_a_comparison_that_pauses_goes_on_to_the_same_losses(store, whole, tmp_path):
     out = tmp_path / "paused"
-    for _ in range(30):  # each session takes one step
+    for _ in range(30):
         done = invoke(store, out, "--pause-after=0")
         assert done.exit_code == 0, done.output
         if "Go on with the same command" not in done.stdout:
@@ -124,7 +122,7 @@ def test_a_complete_comparison_is_not_trained_again_and_other_settings_are_refus
     )
     assert invoke(store, whole[0]).exit_code == 0
     assert path.stat().st_mtime_ns == before
-    assert read == NAMES  # each once
+    assert read == NAMES
     done = invoke(store, whole[0], lr=1e-2)
     assert done.exit_code == 2 and "must hold a run with the settings and the text of this" in done.stderr
 

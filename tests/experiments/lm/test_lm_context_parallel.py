@@ -1,5 +1,3 @@
-"""Training with the tokens of each sequence in several processes: the losses equal a single process's."""
-
 import csv
 import json
 
@@ -28,13 +26,11 @@ def started(store, out, processes):
 
 @pytest.fixture(scope="module")
 def pair(store, tmp_path_factory):
-    """Two processes that share every sequence: the results of the first, and the folder of their runs."""
     return started(store, tmp_path_factory.mktemp("pair"), 2)
 
 
 @pytest.fixture(scope="module")
 def square(store, tmp_path_factory):
-    """Two pairs of processes, each with half of every batch."""
     return started(store, tmp_path_factory.mktemp("square"), 4)
 
 
@@ -62,7 +58,6 @@ def positions(folder):
 
 
 def assert_alike(ours, theirs):
-    """The same lines, but for the rounding of their last numbers."""
     assert [each[:-1] for each in ours] == [each[:-1] for each in theirs]
     assert [each[-1] for each in ours] == pytest.approx([each[-1] for each in theirs], abs=1e-5)
 
@@ -80,7 +75,7 @@ def test_processes_that_share_sequences_train_as_one_does(processes, name, alone
     assert said["loss"] == pytest.approx(metrics["val_loss"], abs=1e-5)
     assert said["processes"] == (2 if processes == "pair" else 4)
     assert said["kinds"] == (["DTensor"] if name == "divided" else ["Parameter"])
-    # Adam divides by their size, so that training alone would hardly show a wrong factor.
+    # Adam divides by their size, so training alone would hardly show a wrong factor.
     for rank in range(said["processes"]):
         ours = torch.load(out / name / f"gradients{rank}.pt")
         assert ours.keys() == gradients.keys()
@@ -148,7 +143,7 @@ def test_a_lone_process_is_refused_on_the_command_line(store):
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 2 and "context_parallel must divide the number of processes, 1; got 2" in done.stderr
     help_text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "200"}).stdout
-    assert "--sharding" in help_text and "--context-parallel" not in help_text  # it runs in one process
+    assert "--sharding" in help_text and "--context-parallel" not in help_text
     assert "Processes that share the tokens of each sequence" in HELP["context_parallel"]
 
 

@@ -1,5 +1,3 @@
-"""Text to tokens to sequences: nothing leaks, nothing is lost, documents keep their bounds."""
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,7 @@ def test_every_text_is_in_one_part_and_comes_back_byte_for_byte(tmp_path, vocabu
     assert train and val and not {*train} & {*val}
     assert {*train, *val} == {path.read_text() for path in (tmp_path / "texts").iterdir()}
     assert store.vocabulary == store.tokenizer.size <= vocabulary
-    assert (store.train.tokens[store.train.starts[1:] - 1] == store.vocabulary - 1).all()  # each is ended
+    assert (store.train.tokens[store.train.starts[1:] - 1] == store.vocabulary - 1).all()
     assert store.train.tokens.dtype == np.uint16
 
 
@@ -142,7 +140,7 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path, monkeypatch):
 
 
 def packages_of(folder, version):
-    """Three packages of two files each, and one that is a file; other versions have other texts."""
+    """Three packages of two files each, and one that is a file."""
     for name in ("alpha", "beta", "gamma"):
         for file in ("b.py", "inner/a.py"):
             path = folder / name / file

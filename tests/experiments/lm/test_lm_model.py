@@ -1,5 +1,3 @@
-"""The model: its attention by implementation, its loss in chunks, its sizes and FLOPs."""
-
 import re
 from functools import partial
 
@@ -36,7 +34,7 @@ def test_sparse_attention_gives_the_gradients_of_pytorchs(pattern, positions):
 
 @pytest.mark.parametrize("compiling", ["block", "model"])
 def test_compiled_models_compute_the_same_without_a_break_in_the_graph(compiling):
-    """`compiled` asks for the whole graph: a break would raise."""
+    """A break would raise: `compiled` asks for the whole graph."""
     loss, plain = gradients(model_of("local|butterfly", "sparseflash", depth=1), IDS)
     other, found = gradients(model_of("local|butterfly", "sparseflash", depth=1, compiling=compiling), IDS)
     torch.testing.assert_close(other, loss)
@@ -46,7 +44,7 @@ def test_compiled_models_compute_the_same_without_a_break_in_the_graph(compiling
 @pytest.mark.parametrize("compiling", ["block", "model"])
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_nothing_that_is_compiled_adds_up_rows_by_index(monkeypatch, compiling, positions):
-    """Inductor would do so by atomic additions, in another order at every run."""
+    """Inductor would use atomic additions."""
     names = set()
 
     def look(graph, inputs):
@@ -67,7 +65,7 @@ def test_layers_that_are_computed_again_have_the_same_bits_and_keep_their_inputs
     assert torch.equal(again, loss) and torch.equal(found, expected)
 
     def kept(**more):
-        """The features of each token that the forward pass keeps for each layer."""
+        """The features of each token kept for each layer by the forward."""
         counts = []
         for depth in (1, 3):
             tensors = {}
@@ -155,7 +153,7 @@ def test_the_vocabulary_is_padded_and_no_padding_is_ever_chosen():
 
 
 def test_flops_count_weights_six_times_and_live_scores_twelve_times_the_head():
-    """By hand: 1 layer, width 64, 2 heads of 32, window 2 over 4 tokens: 7 live scores a head."""
+    """1 layer, width 64, 2 heads of 32, window 2 over 4 tokens: 7 live scores a head."""
     sizes = Sizes(1, 64, 32, 100, 4)
     weights = 64 * 192 + 64 * 64 + 64 * 256 + 256 * 64 + 128 * 64
     assert sizes.weights == weights
@@ -165,11 +163,11 @@ def test_flops_count_weights_six_times_and_live_scores_twelve_times_the_head():
 
 
 def test_products_of_a_model_are_those_that_the_formula_counts():
-    """PyTorch's own counter sees the same matrix products, forward and backward."""
+    """By PyTorch's own counter."""
     from torch.utils.flop_counter import FlopCounterMode
 
     sizes = Sizes(2, 64, 32, 300, 64)
-    model = LanguageModel(sizes, [lambda q, k, v: v] * 2)  # without attention
+    model = LanguageModel(sizes, [lambda q, k, v: v] * 2)
     ids = IDS[:1]
     with FlopCounterMode(display=False) as counter:
         model(ids[:, :-1], ids[:, 1:]).backward()
@@ -233,7 +231,7 @@ def test_patterns_of_ones_own_and_of_the_library_by_layer_and_head(tmp_path, mon
     both = (masks.local(96, window=9, block=16) & causal) | masks.butterfly(96, causal=True, block=16)
     assert [mask.select(heads=head) for head in (0, 3)] == [near, both]
     mask, _ = of("dense/folder/mine.py:by_head")
-    assert mask.select(heads=2) == masks.local(96, left=0, right=0, block=16)  # the first head of its group
+    assert mask.select(heads=2) == masks.local(96, left=0, right=0, block=16)
     assert mask.select(heads=3) == masks.local(96, left=8, right=0, block=16)
 
 
@@ -241,7 +239,7 @@ def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "local").mkdir()
     names = patterns.NAMES
-    assert groups("local/mine.py:rule", names) == ["local", "mine.py:rule"]  # neither is there
+    assert groups("local/mine.py:rule", names) == ["local", "mine.py:rule"]
     (tmp_path / "local" / "mine.py").touch()
     assert groups("local/mine.py:rule/dense", names) == ["local/mine.py:rule", "dense"]
     assert groups("dense//no/mine.py:rule", names) == ["dense", "/no/mine.py:rule"]

@@ -1,5 +1,3 @@
-"""Training steps in parts, launched by the host and as CUDA graphs: the same bits."""
-
 from functools import partial
 
 import pytest
@@ -35,7 +33,7 @@ def same_weights(first, second):
 
 
 def losses_by_hand(model, found, part):
-    """Steps as their definition says: the gradients of the parts' losses, added up by autograd; clipping; AdamW."""
+    """The gradients of the parts' losses, added up by autograd; clipping; AdamW."""
     optimizer, losses = adamw(model, LR, 0.1), []
     for ids in found:
         optimizer.zero_grad()
@@ -73,7 +71,7 @@ def test_every_size_and_every_attention_has_a_graph_of_its_own(monkeypatch):
         model.attentions = other.attentions = attentions
         assert torch.equal(plain(Batch(ids), LR).loss, recorded(Batch(ids), LR).loss)
     assert same_weights(model, other)
-    assert len(recorded.full_parts.captured) == 6  # two each; a part of six weighs less than one of four
+    assert len(recorded.full_parts.captured) == 6  # two each; a part of six weighs less
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": True}, {"positions": "learned"}])
@@ -86,7 +84,7 @@ def test_nothing_in_a_step_asks_the_device_for_a_value(more):
 
 @pytest.mark.parametrize(("compiling", "recompute"), [("block", False), ("block", True), ("model", False)])
 def test_what_the_first_part_has_compiled_serves_those_that_add(monkeypatch, compiling, recompute):
-    """Because nothing can be compiled while a graph is captured."""
+    """Nothing can be compiled while a graph is captured."""
     compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
     monkeypatch.setattr(transformer, "compiled", compiled)
     torch._dynamo.reset()
@@ -116,7 +114,6 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
 
 
 def recordable(device, compiling="none", recompute=False):
-    """A model, on a GPU, in bf16."""
     model = model_of(
         "local,dense", "sparseflash", length=256, dtype=torch.bfloat16, compiling=compiling, recompute=recompute
     ).to(device)
@@ -131,7 +128,6 @@ def recordable(device, compiling="none", recompute=False):
 )
 @pytest.mark.parametrize("sequences", [4, 5])
 def test_recorded_steps_have_the_bits_of_the_hosts(compiling, recompute, sequences):
-    """Three steps of two parts each, or with a smaller third one."""
     device = torch.device("cuda")
     model = recordable(device, compiling, recompute)
     other = recordable(device, compiling, recompute)

@@ -1,5 +1,3 @@
-"""Training runs: resumed to the bit, also after a kill; shared by processes; their commands."""
-
 import csv
 import json
 import time
@@ -86,7 +84,7 @@ def test_a_run_begins_with_the_weights_of_a_shorter_context(store, whole, tmp_pa
         "pattern": "dense", "context": 64, "tokens": before["tokens"], "seconds": before["seconds"], "before": None
     }  # fmt: skip
     assert metrics["initial"] == {**told, "sha256": sha256(folder / "model.safetensors")}
-    # Once more, resumed in between: the record names the run that it began with, not the paused one.
+    # The record names the initial weights, not the paused run.
     again = replace(config, initial=str(tmp_path / "longer"))
     assert Run(again, store, tmp_path / "again").train(pause=lambda step: step == 1) is None
     resumed_run = Run(again, store, tmp_path / "again", resume=True).train()

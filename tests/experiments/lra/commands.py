@@ -1,12 +1,10 @@
-"""Calls of the command line of experiments.lra."""
-
 from typer.testing import CliRunner
 
 from experiments.lra import cli
 from experiments.lra.config import DEFAULTS
 from tests.experiments.lra.runs import TINY
 
-WINDOW = {"window": TINY.window}  # an option of the local mask alone
+WINDOW = {"window": TINY.window}
 OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WINDOW and value != DEFAULTS[name]}
 
 

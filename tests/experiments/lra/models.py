@@ -1,5 +1,3 @@
-"""A small model of experiments.lra, batches for it, and steps on them."""
-
 import numpy as np
 import torch
 
@@ -22,7 +20,6 @@ def fake_batch(rows: int = 6, length: int = 48, seed: int = 0) -> Batch:
 
 
 def examples(lengths) -> Examples:
-    """Examples whose tokens tell which example they belong to."""
     ids = np.concatenate([np.full(length, 1 + index % 15, np.uint8) for index, length in enumerate(lengths)])
     starts = np.concatenate([[0], np.cumsum(lengths)])
     labels = (np.arange(len(lengths)) % 10).astype(np.uint8)

@@ -1,6 +1,6 @@
 """Runs of experiments.lra in several processes, for its tests.
 
-Each process writes its results to <out>/process<rank>.json and its last weights to <out>/process<rank>.pt.
+Each process writes <out>/process<rank>.json and its last weights, <out>/process<rank>.pt.
 """
 
 import json
@@ -18,7 +18,7 @@ from experiments.training.steps import compute_gradients
 from sparseflash import distributed, masks
 from tests.processes.rank_runs import refused, waiting_threads
 
-# Without a norm, keys have a bias that no score depends on: its gradient is rounding alone, which Adam amplifies.
+# Without a norm, the gradient of the keys' bias is rounding alone, which Adam amplifies.
 TINY = Config(
     mask="butterfly", block=16, window=16, depth=1, width=16, heads=1, mlp=16, dropout=0.0, average=0.9, batch=8,
     max_tokens=40, qk_norm=True, lr=3e-3, warmup=2, steps=6, eval_every=4, checkpoint_every=100, log_every=2,
@@ -30,8 +30,7 @@ SHARED = replace(
     TINY, depth=2, width=32, heads=2, mlp=32, max_tokens=60, pool="mean+max", warmup=5, steps=30, eval_every=15,
     log_every=1,
 )  # fmt: skip
-# Each with its own path through the model: how positions reach tokens, how the output is read, which parts are left
-# out.
+# Each with its own path through the model.
 KINDS = {
     "nested": replace(SHARED, positions="nested", pool="cls", mask="local", steps=6, eval_every=6),
     "denoised": replace(SHARED, positions="rotary", objective="denoise", mask="dense", steps=6, eval_every=6),
@@ -60,7 +59,7 @@ def sharing_batches(data_folder: Path, out: Path) -> None:
         seen["batch"] = refused(lambda: Run(replace(TINY, batch=7), data, out / "seven", ranks=ranks))
         seen["held"] = refused(lambda: Run(TINY, data, out / "plain", ranks=ranks))
         leave(seen, out, ranks)
-    assert len(waiting_threads()) <= 2, waiting_threads()  # of the group that the runs above still train with
+    assert len(waiting_threads()) <= 2, waiting_threads()
 
 
 def sharing_sequences(out: Path, context: int, folders: dict[str, Path]) -> None:
@@ -98,10 +97,7 @@ def first_gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def kept_weights(run: Run) -> list[int]:
-    """How many weights the dropout of the run's next attention would keep, of 48, for each of some queries.
-
-    The random state is not reset.
-    """
+    """How many weights the next attention's dropout would keep, of 48, for some queries."""
     with torch.random.fork_rng():
         plan = distributed.shard(masks.dense(48, block=16), run.ranks.mesh["cp"])
         zeros = plan.scatter(torch.zeros(1, 1, 48, 16))
@@ -120,9 +116,8 @@ def trained(run: Run, out: Path) -> dict[str, object]:
 def paused_and_not(config: Config, data: Data, out: Path, ranks: Ranks) -> dict[str, object]:
     whole = Run(config, data, out / "whole", ranks=ranks)
     whole.train()
-    # Only the first process's clock counts.
     Run(config, data, out / "parts", ranks=ranks).train(pause=lambda step: ranks.first and step == 3)
-    torch.manual_seed(99)  # whatever happens in between
+    torch.manual_seed(99)
     parts = Run(config, data, out / "parts", resume=True, ranks=ranks)
     resumed_at = parts.state.step
     parts.train()

@@ -1,5 +1,3 @@
-"""Small data and settings for runs of experiments.lra, and the values that tests compare."""
-
 import torch
 
 from experiments.lra.config import Config
@@ -12,7 +10,6 @@ TINY = Config(
     average=0.9, batch=8, max_tokens=40,
     lr=3e-3, warmup=2, steps=11, eval_every=4, checkpoint_every=3, log_every=2, device="cpu",
 )  # fmt: skip
-# With pixel labels, on generated Pathfinder images.
 TINY_IMAGES = Config(
     task="pathfinder32", auxiliary=0.5, positions="rotary2d", pool="mean", background="drop", mask="dense", block=64,
     depth=1, width=16, heads=1, mlp=16, dropout=0.0, steps=4, batch=4, warmup=1, eval_every=2, checkpoint_every=3,

@@ -1,5 +1,6 @@
 """The arena's rows: the order of the runs, what a later call goes on with, and the table."""
 
+import json
 import re
 import time
 
@@ -36,7 +37,7 @@ def command(data, out, seeds="0,1", **more):
 
 def test_every_row_has_one_seed_before_any_has_two():
     rows = arena.rows_of("rules", ["text", "image"], ["dense", "local"], SMALL, arena.Path("out"))
-    order = [(row.folder.name, seed) for row, seed in arena.in_order(rows, (0, 1))]
+    order = [(place.parent.name, config.seed) for config, place in arena.in_order(rows, (0, 1))]
     assert order[:5] == [
         ("text-dense", 0),
         ("text-local", 0),
@@ -70,6 +71,17 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
     assert mean == pytest.approx((one + two) / 2, abs=0.11)
     assert deviation == pytest.approx(abs(one - two) / 2**0.5, abs=0.11)
     assert "| rotary2d | as they are | nothing |" in result.output
+
+
+def test_a_union_of_masks_is_one_row(data, tmp_path):
+    result = call(
+        "arena", "--no-compiled", *data[:2], out=tmp_path / "out", rows="text", seeds="0",
+        masks="dense,local(n, window=8) | butterfly(n)", **{n: v for n, v in OPTIONS.items() if n != "window"},
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    names = {each.name for each in (tmp_path / "out" / "rules").iterdir()}
+    assert names == {"text-dense", "text-local-n--window-8----butterfly-n"}
+    assert "| text | local(n, window=8) \\| butterfly(n) |" in result.output
 
 
 def test_a_paused_run_goes_on_where_it_was(data, tmp_path):
@@ -117,3 +129,19 @@ def test_mistakes_are_answered_in_one_line(words, message):
     result = call("arena", *words, device="cpu")
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+def test_pretraining_comes_before_each_run_and_stands_in_the_table(data, tmp_path):
+    """On the task's own training inputs; the folders of runs without it are others."""
+    result = command(data, tmp_path / "out", seeds="1", pretrain=0.01)
+    assert result.exit_code == 0, result.output
+    assert "All runs are complete." in result.output
+    folder = tmp_path / "out" / "rules-pretrained" / "image-local"
+    assert {each.name for each in folder.iterdir()} == {"seed1", "seed1-hidden"}
+    before, after = (json.loads((folder / name / "metrics.json").read_text()) for name in ("seed1-hidden", "seed1"))
+    assert (before["objective"], before["config"]["hidden"]) == ("denoise", 0.5)
+    assert after["initial"]["steps"] == before["steps"] and after["initial"]["objective"] == "denoise"
+    assert after["data"] == before["data"]
+    assert re.search(r"\| image \| local \| .* as they are \| denoise 3 \|", result.output)
+    again = command(data, tmp_path / "out", seeds="1", pretrain=0.01)
+    assert "step" not in again.output.partition("| task")[0]  # nothing is trained again

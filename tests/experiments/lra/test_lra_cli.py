@@ -1,5 +1,3 @@
-"""The command line: options reach the run, presets give way to them, and mistakes are answered in one line."""
-
 import json
 import re
 import shlex
@@ -43,14 +41,14 @@ def test_train_pauses_and_resumes(folder, tmp_path):
     result = call("train", data=folder, out=tmp_path, pause_after=0, **OPTIONS)
     assert result.exit_code == 0, result.output
     assert "Paused at step 1" in result.output
-    result = call("train", "--resume", out=tmp_path)  # the run knows its data
+    result = call("train", "--resume", out=tmp_path)
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 11
 
 
 @pytest.fixture
 def interrupts_are_heard():
-    """nohup and a shell's background leave them ignored, which a run respects."""
+    """nohup and a shell's background ignore interrupts, which a run respects."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -92,7 +90,7 @@ def test_a_second_interrupt_stops_at_once(capfd):
 
 
 def test_an_ignored_interrupt_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with stop_caught() as received:
             signal.raise_signal(signal.SIGINT)
@@ -136,7 +134,7 @@ def test_several_seeds_are_trained_one_after_the_other(folder, tmp_path):
         assert words in shown
     assert call("train", data=folder, out=tmp_path / "alone", **{**OPTIONS, "steps": 3}, seed=1).exit_code == 0
     alone = json.loads((tmp_path / "alone" / "metrics.json").read_text())
-    assert alone["test_loss"] == found[1]["test_loss"]  # a run of a series is the run of that seed
+    assert alone["test_loss"] == found[1]["test_loss"]
 
 
 def test_several_seeds_are_resumed_where_they_stopped(folder, tmp_path):
@@ -148,12 +146,12 @@ def test_several_seeds_are_resumed_where_they_stopped(folder, tmp_path):
     result = call("train", "--resume", out=tmp_path)
     assert result.exit_code == 0, result.output
     ended = {seed: (tmp_path / f"seed{seed}/metrics.json").stat().st_mtime_ns for seed in (0, 1)}
-    result = call("train", "--resume", out=tmp_path, seeds="0,1,2")  # another seed, and no run again
+    result = call("train", "--resume", out=tmp_path, seeds="0,1,2")
     assert result.exit_code == 0, result.output
     assert ended == {seed: (tmp_path / f"seed{seed}/metrics.json").stat().st_mtime_ns for seed in (0, 1)}
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [run["seed"] for run in summary["runs"]] == [0, 1, 2]
-    result = call("train", "--resume", out=tmp_path, steps=4)  # longer runs
+    result = call("train", "--resume", out=tmp_path, steps=4)
     assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [run["steps"] for run in summary["runs"]] == [4, 4, 4]
@@ -162,7 +160,7 @@ def test_several_seeds_are_resumed_where_they_stopped(folder, tmp_path):
 
 
 def test_several_seeds_replace_all_runs_of_those_before(folder, tmp_path):
-    """Stopped and resumed, the new ones must not take what is left of the old ones for their own."""
+    """The new runs, stopped and resumed, must not take what is left of the old ones."""
     settings = {**OPTIONS, "steps": 2, "data": folder, "out": tmp_path}
     assert call("train", seeds="0,1", **settings).exit_code == 0
     settings |= {"lr": 0.1, "steps": 3}
@@ -253,7 +251,7 @@ def test_train_generates_what_it_lacks(tmp_path, monkeypatch):
     run = tmp_path / "runs/lra/listops-butterfly-seed0"
     assert (run / "metrics.json").exists()
     shutil.rmtree(tmp_path / "data")
-    result = call("train", "--resume", out=run, steps=2)  # the data can be generated again
+    result = call("train", "--resume", out=run, steps=2)
     assert result.exit_code == 0, result.output
     assert json.loads((run / "metrics.json").read_text())["steps"] == 2
 
@@ -317,7 +315,7 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
             "file.py:function",
         ),
         (["--mask", "no_such_module:mask"], "there is no module no_such_module; a Python file ends with .py"),
-        (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, demo; got 'huge'"),
+        (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, rules, demo; got 'huge'"),
         (
             ["--task", "chess"],
             "task must be one of listops, text, retrieval",
@@ -374,7 +372,7 @@ def test_every_setting_is_an_option_with_help_and_default():
     assert result.output.count("[default:") >= len(HELP)
     shown = " ".join(result.output.replace("│", " ").split())
     assert "Features of each head. [default: (width / heads)]" in shown
-    assert "[default: (no limit)]" in shown  # --minutes alone
+    assert "[default: (no limit)]" in shown
     assert shown.count("no limit") == 1
 
 

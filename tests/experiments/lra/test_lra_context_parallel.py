@@ -1,5 +1,3 @@
-"""Training with the tokens of each sequence in several processes: the losses equal a single process's."""
-
 import json
 from dataclasses import replace
 
@@ -34,13 +32,11 @@ def started(folders, out, processes, context):
 
 @pytest.fixture(scope="module")
 def pair(folders, tmp_path_factory):
-    """Two processes that share every sequence."""
     return started(folders, tmp_path_factory.mktemp("pair"), 2, 2)
 
 
 @pytest.fixture(scope="module")
 def square(folders, tmp_path_factory):
-    """Two pairs of processes, each with half of every batch."""
     return started(folders, tmp_path_factory.mktemp("square"), 4, 2)
 
 
@@ -55,7 +51,6 @@ def records(folder):
 
 
 def assert_same_course(ours, theirs):
-    """The same losses, up to rounding, and the same counts in every line of two logs."""
     assert [(each["kind"], each["step"]) for each in ours] == [(each["kind"], each["step"]) for each in theirs]
     for mine, yours in zip(ours, theirs, strict=True):
         assert mine["loss"] == pytest.approx(yours["loss"], rel=1e-4)
@@ -69,7 +64,7 @@ def test_processes_that_share_sequences_train_as_one_does(processes, alone, requ
     run, metrics = alone
     found = records(out / "plain")
     assert_same_course(found, run.log.records)
-    assert found[29]["loss"] < found[0]["loss"] - 0.05  # it learns, so that wrong gradients would show
+    assert found[29]["loss"] < found[0]["loss"] - 0.05  # so that wrong gradients would show
     models = [torch.load(out / f"process{rank}.pt") for rank in range(len(seen))]
     assert all(same_bits(models[0], other) for other in models[1:])
     for name, expected in weights(run).items():
@@ -81,7 +76,7 @@ def test_processes_that_share_sequences_train_as_one_does(processes, alone, requ
 
 @pytest.mark.parametrize("processes", ["pair", "square"])
 def test_gradients_are_those_of_one_process(processes, folders, tmp_path, request):
-    """Adam divides by their size, so that training alone would hardly show a wrong factor."""
+    """Adam divides by their size, so training alone would hardly show a wrong factor."""
     seen, out = request.getfixturevalue(processes)
     expected = first_gradients(Run(SHARED, data_of(SHARED, folders), tmp_path / "run"))
     for rank in range(len(seen)):

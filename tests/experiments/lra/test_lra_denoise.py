@@ -1,5 +1,3 @@
-"""Self-pretraining: which tokens are hidden, that they are learned, and that another run starts from the weights."""
-
 import hashlib
 import json
 from dataclasses import replace
@@ -54,7 +52,7 @@ def test_the_share_of_the_own_live_tokens_is_hidden_and_nothing_else(share, numb
     assert (hidden.ids.flatten()[hidden.asked] == PADDING).all()
     assert torch.equal(hidden.labels, batch.ids.flatten()[hidden.asked]) and (hidden.labels != PADDING).all()
     assert (hidden.asked % batch.ids.shape[1] >= first).all()
-    assert torch.equal(fake_batch().ids, batch.ids)  # whose own ids are as they were
+    assert torch.equal(fake_batch().ids, batch.ids)
 
 
 def asked_of(batches):
@@ -75,9 +73,7 @@ def test_every_step_and_process_hides_other_tokens_and_a_resumed_run_the_same():
 
 def test_hidden_tokens_are_learned_from_those_around_them():
     batch = fake_batch()
-    batch.ids[batch.ids != PADDING] = (
-        5  # the first half of the sequences says 5, the others 9: no frequency tells which
-    )
+    batch.ids[batch.ids != PADDING] = 5
     batch.ids[3:][batch.ids[3:] != PADDING] = 9
     model = build_model(DENOISE, TASKS["listops"], masks.local(48, window=16, block=16))
     optimizer = build_optimizer(DENOISE, model)
@@ -94,7 +90,7 @@ def test_a_run_says_how_well_it_names_tokens(pretrained, data):
     assert abs(metrics["test_examples"] - 0.25 * shown) <= 3  # rounded in each of three batches
     assert [rule["rule"] for rule in metrics["baselines"]] == ["most frequent token"]
     assert run.folder / "model.safetensors" in run.folder.iterdir()
-    assert accuracy.collect(run.folder) == []  # it answers nothing
+    assert accuracy.collect(run.folder) == []
 
 
 def test_the_frequency_baseline_is_that_of_the_tokens(data):
@@ -138,7 +134,6 @@ def test_a_resumed_run_needs_the_first_weights_no_more(pretrained, data, tmp_pat
 
 @pytest.fixture
 def in_parts(pretrained, monkeypatch, tmp_path):
-    """The weights of a run, in one file and in several: the folders, and what begins with each of them."""
     run, _ = pretrained
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, limit in ((whole, tensor_files.PART_BYTES), (parts, 12_000)):
@@ -231,7 +226,6 @@ def test_other_files_are_refused(pretrained, tmp_path):
     ],
 )
 def test_weights_that_would_mean_something_else_are_refused(data, tmp_path, before, after, message):
-    """Of the same shapes, all of them."""
     first = Run(replace(SHORT, steps=1, **before), data, tmp_path / "first")
     first.train()
     config = replace(SHORT, objective="classify", initial=str(first.folder), **after)
@@ -264,22 +258,19 @@ def test_what_all_runs_before_have_cost_is_told(pretrained, data, tmp_path):
 
 
 def test_weights_that_have_seen_another_split_are_refused(pretrained, data, tmp_path):
-    """Two sets of one seed begin with the same expressions, so the tests of one are trained on in the other."""
+    """Two sets of one seed begin with the same expressions."""
     smaller = load("listops", generate(Settings(10, 60, 32, 8, 24), tmp_path, workers=1))
     trained_on = {data.train.sequence(i).tobytes() for i in range(len(data.train))}
     assert any(smaller.test.sequence(i).tobytes() in trained_on for i in range(len(smaller.test)))
     config = replace(SHORT, objective="classify", initial=str(pretrained[0].folder))
     with pytest.raises(ValueError, match=r"another split of the same examples .*generated, seed 0"):
         Run(config, smaller, tmp_path / "run")
-    longer = load(
-        "listops", generate(Settings(10, 100, 64, 16, 24), tmp_path, workers=1)
-    )  # the shorter ones are the same
+    longer = load("listops", generate(Settings(10, 100, 64, 16, 24), tmp_path, workers=1))
     with pytest.raises(ValueError, match="another split of the same examples"):
         Run(config, longer, tmp_path / "run")
     other = load("listops", generate(Settings(10, 60, 32, 8, 24, seed=1), tmp_path, workers=1))
     between = Run(config, other, tmp_path / "between")
     between.train()
-    # What the first run has seen is not forgotten.
     with pytest.raises(ValueError, match=r"between was trained on another split of the same examples"):
         Run(replace(config, initial=str(between.folder)), smaller, tmp_path / "run")
 

@@ -1,5 +1,3 @@
-"""Training in several processes: the same result as in one, one writer, and exact resumption."""
-
 import json
 
 import pytest
@@ -34,7 +32,7 @@ def alone(folder, tmp_path_factory):
 
 
 def assert_close(ours, theirs):
-    """The same weights up to rounding; a step of Adam moves each by about the learning rate, 3e-3."""
+    """A step of Adam moves each weight by about the learning rate, 3e-3."""
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, atol=2e-6, rtol=1e-4)
 
@@ -43,7 +41,7 @@ def test_two_processes_train_as_one_does(pair, alone):
     seen, out = pair
     run, metrics = alone
     assert [(each["rank"], each["count"], each["processes"]) for each in seen] == [(0, 2, 2), (1, 2, 2)]
-    for step in range(3):  # each its share of the same batch
+    for step in range(3):
         shares = [each["rows"][step] for each in seen]
         assert [len(share) for share in shares] == [4, 4]
         assert sorted(shares[0] + shares[1]) == sorted(run.order.rows(step).tolist())
@@ -65,7 +63,7 @@ def test_the_log_is_of_all_processes_together(pair, alone):
 
 
 def test_two_processes_resume_with_the_same_bits(pair):
-    """With dropout, which each process draws by itself, and a time limit, which each clock would see differently."""
+    """With dropout and a time limit."""
     seen, _ = pair
     for each in seen:
         assert (each["resumed_at"], each["same_bits"]) == (3, True)

@@ -1,5 +1,3 @@
-"""A finished run tested again: the same result as at its end, accuracies by group, and no test on training data."""
-
 import json
 from dataclasses import replace
 
@@ -47,7 +45,6 @@ def evaluated(run, *words):
 
 
 def check_groups(found):
-    """The groups cover all examples, and their accuracies average to the accuracy of all."""
     groups = found["kinds"]["groups"]
     assert sum(group["examples"] for group in groups) == found["test_examples"]
     right = sum(group["examples"] * group["accuracy"] for group in groups)
@@ -124,7 +121,6 @@ def test_paths_are_told_by_the_distance_of_their_markers(images, tmp_path):
     assert found["test_accuracy"] == pytest.approx(metrics["test_accuracy"]) and found["pixel_labels"]
     check_groups(found)
     assert "by marker distance" in output and "distance and end dashes" in output
-    # The groups are of the tested images, which the split has shuffled.
     kinds = load("pathfinder32", images).kinds()
     rows = torch.randperm(60, generator=torch.Generator().manual_seed(42)).numpy()[54:]
     distances = marker_distances(load_vectors(images))[rows]

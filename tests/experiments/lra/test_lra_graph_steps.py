@@ -1,5 +1,3 @@
-"""Steps recorded as CUDA graphs, one for each shape of a batch: the same as steps that the host starts."""
-
 import copy
 from dataclasses import replace
 
@@ -39,7 +37,7 @@ def batch_of(*lengths, seed=0):
     return collate(Examples(symbols, edges[:-1, None], edges[1:, None], labels, shift=0), rows, SHAPE)
 
 
-# Four shapes, and two kinds of one: the fifth has no padding. The last two have the shapes of the first two.
+# Four shapes, and two kinds of one. The last two have the shapes of the first two.
 BATCHES = (
     batch_of(20, 40), batch_of(60, 5), batch_of(9, 3), batch_of(31, 22), batch_of(47, 47),
     batch_of(38, 2, seed=1), batch_of(49, 55, seed=1),
@@ -54,7 +52,7 @@ def steps_and_model(device, config=CONFIG, *, recorded=False):
 def test_batches_of_a_shape_share_a_graph():
     shapes = [shape_of(batch) for batch in BATCHES]
     assert [shape.ids[1] for shape in shapes] == [48, 64, 16, 32, 48, 48, 64]
-    assert len(set(shapes)) == 5  # rows that are full need no mask of padding where attention is PyTorch's
+    assert len(set(shapes)) == 5  # full rows need no mask of padding in SDPA
 
 
 def test_places_that_are_not_asked_for_are_in_no_loss():
@@ -71,7 +69,7 @@ def test_places_that_are_not_asked_for_are_in_no_loss():
 
 def test_only_one_process_on_a_gpu_has_graphs():
     _, model = steps_and_model(CPU)
-    optimizer, gpu = build_optimizer(CONFIG, model), torch.device("cuda")  # which nothing is done on
+    optimizer, gpu = build_optimizer(CONFIG, model), torch.device("cuda")
     assert type(steps_of(model, optimizer, CONFIG, gpu, pool=(0, 0))) is GraphSteps
     assert type(steps_of(model, optimizer, CONFIG, gpu, model, pool=(0, 0))) is GraphSteps
     assert type(steps_of(model, optimizer, CONFIG, CPU)) is Steps
@@ -173,7 +171,6 @@ def test_dropout_is_another_at_every_replay_and_the_same_from_the_same_state(dro
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mask", ["dense", "butterfly", "local"])
 def test_what_is_trained_is_what_is_tested(mask, compiled):
-    """The loss that a step reports equals an evaluation's, whichever examples share their rows' length."""
     config = replace(
         CONFIG, mask=mask, block=128, max_tokens=2000, depth=3, width=256, heads=4, mlp=256, precision="bf16",
         positions="nested", pool="mean+max", qk_norm=True, compiled=compiled,
@@ -184,7 +181,6 @@ def test_what_is_trained_is_what_is_tested(mask, compiled):
     lengths = np.sort(random.integers(500, 2000, 64))
     edges = np.concatenate([[0], np.cumsum(lengths)])
     symbols = random.integers(1, 16, edges[-1], dtype=np.uint8)
-    # Something to learn: the answer depends on the first symbol alone.
     labels = (symbols[edges[:-1]] - 1) % 10
     examples = Examples(symbols, edges[:-1, None], edges[1:, None], labels.astype(np.uint8), shift=0)
     tight = [collate(examples, np.arange(first, first + 8), config.shape) for first in range(0, 64, 8)]

@@ -1,5 +1,3 @@
-"""The second loss of Pathfinder: pixels have the classes of their curves, and it is learned in training alone."""
-
 import io
 from dataclasses import replace
 
@@ -50,7 +48,7 @@ def batch_of(data, count=4, config=CONFIG, **more):
 
 
 def counts_by_image(path):
-    """Marker counts of every image of the file, by its pixels; NO_LABEL where it is black."""
+    """Marker counts by pixel; NO_LABEL where it is black."""
     vectors = load_vectors(path)
     images, counts = render(vectors).reshape(COUNT, -1), marker_counts(vectors).reshape(COUNT, -1).astype(np.int64)
     return {image.tobytes(): np.where(image > 0, each, NO_LABEL) for image, each in zip(images, counts, strict=True)}
@@ -85,7 +83,7 @@ def test_classes_turn_with_their_pixels(path, data):
         count = int(batch.lengths[place])
         found[batch.places[place, :count]] = batch.pixel_labels[place, :count]
         assert (found == classes).all()
-    assert len(set(turning.ways(5) % 4)) > 1  # some are turned
+    assert len(set(turning.ways(5) % 4)) > 1
 
 
 def test_the_loss_is_that_of_drawn_pixels_alone(data):
@@ -117,7 +115,7 @@ def test_the_weight_of_the_loss_is_that_of_its_gradient(data):
 
     (tracer_one, embedding_one), (tracer_three, embedding_three) = gradients(1.0), gradients(3.0)
     torch.testing.assert_close(tracer_three, 3 * tracer_one)
-    assert not torch.allclose(embedding_three, 3 * embedding_one)  # the answers' part is as it was
+    assert not torch.allclose(embedding_three, 3 * embedding_one)
 
 
 def test_tests_ask_for_answers_alone(data):
@@ -160,7 +158,7 @@ def test_a_run_without_labels_begins_with_the_encoder_of_one_with_them(data, tmp
     assert "auxiliary" not in plain.log.of_kind("train")[-1]
     third = Run(replace(plain.config, initial=str(tmp_path / "plain")), data, tmp_path / "third")
     metrics_of_third = third.train()
-    assert metrics["pixel_labels"] and metrics_of_third["pixel_labels"]  # what the first run was told is in its weights
+    assert metrics["pixel_labels"] and metrics_of_third["pixel_labels"]
     console = Console(record=True, width=120, file=io.StringIO())
     print_result(console, metrics_of_third, tmp_path)
     assert "pixel labels in training" in console.export_text()
@@ -174,7 +172,7 @@ def test_images_of_the_release_do_not_tell(path, tmp_path):
     before.train()
     with pytest.raises(ValueError, match="auxiliary needs data that say which curve each pixel lies on"):
         Run(CONFIG, released, tmp_path / "run", overwrite=True)
-    assert (tmp_path / "run" / "metrics.json").is_file()  # the run that was there is left alone
+    assert (tmp_path / "run" / "metrics.json").is_file()
 
 
 def test_only_pathfinder_has_classes_of_pixels():

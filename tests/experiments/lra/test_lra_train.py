@@ -1,5 +1,3 @@
-"""Training runs: logs, metrics, checkpoints, and that a killed and resumed run gives the same bits."""
-
 import json
 import random
 import time
@@ -62,7 +60,7 @@ def test_metrics_hold_what_a_result_needs(whole):
     assert metrics["test_examples"] == 24
     assert [baseline["rule"] for baseline in metrics["baselines"]] == ["majority class", "root operator"]
     assert metrics["density"] == run.mask.density < 1
-    assert metrics["length"] == 48  # 40 tokens and [CLS], in blocks of 16
+    assert metrics["length"] == 48
     assert metrics["steps"] == 11
     assert metrics["parameters"] == sum(parameter.numel() for parameter in run.model.parameters())
     assert metrics["versions"]["torch"] == torch.__version__
@@ -73,7 +71,7 @@ def test_metrics_hold_what_a_result_needs(whole):
 def test_a_paused_and_resumed_run_gives_the_same_bits(data, whole, tmp_path, stop):
     first = Run(TINY, data, tmp_path)
     assert first.train(pause=lambda step: step == stop) is None
-    torch.manual_seed(99)  # whatever happens in between
+    torch.manual_seed(99)
     second = Run(TINY, data, tmp_path, resume=True)
     assert second.state.step == stop
     metrics = second.train()
@@ -102,8 +100,7 @@ def test_a_run_killed_between_checkpoints_gives_the_same_bits(data, whole, tmp_p
 
 
 def train_in_a_fork(config, data_folder, out, begun):
-    """Trains, or goes on; `begun` is made when it is about to."""
-    torch.set_num_threads(1)  # as this process: sums that are split among threads depend on their number
+    torch.set_num_threads(1)  # sums that are split among threads depend on their number
     given = config, load("listops", data_folder), out
     try:
         run = Run(*given)
@@ -145,19 +142,19 @@ def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_process_killed_at_any_moment_resumes_to_the_same_losses(data, tmp_path):
-    """Again and again, after random times: between steps, in one, while a checkpoint is written, while it starts."""
+    """Killed between steps, in one, while a checkpoint is written, while it starts."""
     config = replace(TINY, steps=10**6, checkpoint_every=7, eval_every=50, log_every=1)
     draw = random.Random(0)
     for number in range(3):
         begun = tmp_path / f"begun{number}"
         process = interpreting().start(train_in_a_fork, (config, data.folder, tmp_path / "run", begun))
         wait_for(begun.exists, process)
-        time.sleep(draw.uniform(0.0, 0.35))  # dozens of steps, and a checkpoint every seven
+        time.sleep(draw.uniform(0.0, 0.35))
         assert process.is_alive()
         process.kill()
         process.join()
     killed = Run(config, data, tmp_path / "run", resume=True)
-    end = killed.state.step + 50  # with one evaluation
+    end = killed.state.step + 50
     killed.train(pause=lambda step: step == end)
     whole = Run(config, data, tmp_path / "whole")
     whole.train(pause=lambda step: step == end)
@@ -184,11 +181,11 @@ def test_the_best_validation_is_what_is_tested_and_kept(data, tmp_path):
     last = Run(replace(KEEPS_BEST, keep="last"), data, tmp_path / "last")
     others = last.train()
     validations = {record["step"]: record["accuracy"] for record in best.log.of_kind("val")}
-    assert list(validations) == [3, 6, 9, 11]  # the last step is one to choose, too
+    assert list(validations) == [3, 6, 9, 11]
     step = max(validations, key=validations.__getitem__)  # the first of equal ones
     assert (metrics["tested_step"], metrics["validation_accuracy"]) == (step, validations[step])
     assert step < 11, "else the test says nothing"
-    assert same_bits(weights(best), weights(last))  # choosing changes nothing of the training
+    assert same_bits(weights(best), weights(last))
     straight = Run(replace(KEEPS_BEST, keep="last", steps=step), data, tmp_path / "straight")
     assert straight.train()["test_loss"] == metrics["test_loss"] != others["test_loss"]
     assert others["tested_step"] == 11
@@ -234,7 +231,7 @@ def test_what_was_chosen_is_told_without_the_log(data, tmp_path):
     metrics = Run(KEEPS_BEST, data, tmp_path).train()
     (tmp_path / "log.jsonl").unlink()
     longer = Run(replace(KEEPS_BEST, steps=12), data, tmp_path, resume=True)
-    longer.best.accuracy = metrics["validation_accuracy"] = 1.0  # better than what comes
+    longer.best.accuracy = metrics["validation_accuracy"] = 1.0
     again = longer.train()
     assert (again["tested_step"], again["validation_accuracy"]) == (metrics["tested_step"], 1.0)
     assert longer.log.of_kind("test")[-1]["tested_step"] == metrics["tested_step"]
@@ -244,7 +241,7 @@ def test_a_run_ends_with_its_time(data, tmp_path):
     run = Run(replace(TINY, steps=10**6, minutes=0.03, schedule="cosine"), data, tmp_path)
     metrics = run.train()
     assert 1.8 <= metrics["training_seconds"] < 60  # one step and one evaluation more, of a busy machine
-    assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr  # the schedule ended with it
+    assert run.log.of_kind("train")[-1]["lr"] < 0.2 * TINY.lr
 
 
 def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
@@ -261,8 +258,6 @@ def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
 
 
 def test_what_is_prepared_in_the_middle_of_a_run_is_no_training(data, tmp_path, monkeypatch):
-    """For example the recording of a step when a batch has a new shape."""
-
     class PreparesLate(steps.Steps):
         calls = 0
 

@@ -1,7 +1,7 @@
-"""The Pathfinder generator in plain NumPy and floating point, on whole images: slow, and easy to check.
+"""The Pathfinder generator in plain NumPy and floating point: slow, and easy to check.
 
-It draws the same random numbers in the same order as experiments/pathfinder, so both must take the same decisions. The
-pictures of single dashes are the package's own (`stamps.dash`); everything else is written anew.
+It draws the same random numbers as experiments/pathfinder. Only the pictures of single dashes are shared
+(`stamps.dash`).
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from experiments.pathfinder.stamps import dash
 
 @dataclass
 class Snake:
-    pivot: tuple[int, int]  # where the gap before the last dash begins
+    pivot: tuple[int, int]
     angle: float
-    stamp: np.ndarray  # of the last dash, as large as the image, not yet in the mask
+    stamp: np.ndarray
     line: np.ndarray
     places: list[tuple[int, int]]
 
@@ -37,7 +37,7 @@ def inside(place, size):
 
 
 def dilated(picture, footprint):
-    """OpenCV's dilation: pixels outside count as less than everything."""
+    """OpenCV's dilation."""
     return maximum_filter(picture, footprint=footprint, mode="constant", cval=-np.inf)
 
 
@@ -82,9 +82,7 @@ class Oracle:
         return contrast * self.pasted(line, place), self.pasted(area, place)
 
     def free_around(self, angle, occupied):
-        """Where a first dash may begin: the coordinates, in order; no pixel qualifies if its dash lies
-        wholly outside.
-        """
+        """Coordinates where a first dash may begin; a pixel does not count if its dash lies wholly outside."""
         reach = self.p.dash_length + self.margin
         _, area = self.dash(angle)
         window = np.zeros((2 * reach + 1, 2 * reach + 1))
@@ -111,7 +109,6 @@ class Oracle:
         return framed
 
     def extended(self, snake, mask, contrast):
-        """Adds a dash and returns the mask with the dash before it; None without room."""
         size, reach = self.p.size, self.p.dash_length + self.margin
         pivot = moved(snake.pivot, snake.angle, self.p.dash_length + 2 * self.margin)
         near = dilated(mask, disc(self.margin))
@@ -149,7 +146,7 @@ class Oracle:
             if not len(free):
                 return None
             (first_y, first_x), (last_y, last_x) = free[0], free[-1]
-            assert len(free) == (last_y - first_y + 1) * (last_x - first_x + 1)  # a rectangle
+            assert len(free) == (last_y - first_y + 1) * (last_x - first_x + 1)
             tail = first_y + below(self.rng, last_y - first_y + 1), first_x + below(self.rng, last_x - first_x + 1)
             first = self.begun(angle, tail, p.target_contrast)
             if first is not None:
@@ -200,7 +197,7 @@ class Oracle:
         return 255 * image / image.max()
 
     def marker(self, place):
-        """A disc on an empty image, drawn at twice the resolution."""
+        """A disc drawn at twice the resolution."""
         y, x = np.mgrid[: 2 * self.p.size, : 2 * self.p.size]
         inside = (y - 2 * place[0]) ** 2 + (x - 2 * place[1]) ** 2 <= (2 * self.p.marker_radius) ** 2
         drawing = Image.fromarray(inside.astype(np.float32))

@@ -1,5 +1,3 @@
-"""Parameters of images that are not the Long Range Arena's."""
-
 from experiments.pathfinder.parameters import Parameters
 
 OTHER = Parameters(

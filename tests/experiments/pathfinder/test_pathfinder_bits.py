@@ -1,5 +1,3 @@
-"""Sets of pixels as bits, beside the same with one byte a pixel."""
-
 import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st

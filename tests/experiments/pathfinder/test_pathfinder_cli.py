@@ -1,5 +1,3 @@
-"""The command line of Pathfinder: every command on a few images, and mistakes answered in one line."""
-
 import re
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The small 2-D CNN: its network, its images, its training, and where its stored figures are told."""
-
 import json
 from dataclasses import asdict, replace
 from itertools import islice
@@ -48,7 +46,6 @@ def figure(size=32, contour=14, accuracy=0.75):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder where stored figures are looked for, here an empty one."""
     monkeypatch.setattr(results, "STORED", tmp_path)
     return tmp_path
 
@@ -58,7 +55,7 @@ def test_the_network_answers_and_each_of_its_last_places_sees_the_whole_image(si
     model = SmallCNN(size).eval()
     assert model(torch.zeros(2, size, size, dtype=torch.uint8)).shape == (2, 2)
     image = torch.rand(1, 1, size, size, requires_grad=True)
-    places = model.trunk(image)  # [1, 64, 2, 2]
+    places = model.trunk(image)
     assert places.shape == (1, 64, 2, 2)
     places[0, :, 0, 0].sum().backward()
     assert (image.grad[0, 0, -1] != 0).any() and (image.grad[0, 0, :, -1] != 0).any()
@@ -101,7 +98,6 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
 
 
 def squares():
-    """A bright square somewhere, or none: what a network of convolutions sees at once."""
     rng = torch.Generator().manual_seed(0)
     while True:
         labels = torch.randint(2, (16,), generator=rng)
@@ -150,7 +146,7 @@ def test_a_loss_that_is_no_number_ends_a_training():
 
 
 def test_answers_are_of_all_images_in_their_order():
-    vectors = some(300)  # more than are answered at once
+    vectors = some(300)
     model = SmallCNN(32, 2)
     model(torch.from_numpy(render(vectors, 0, 50)))  # the running means are not those that it begins with
     right, loss = answers(model, vectors, TINY, CPU)
@@ -219,7 +215,7 @@ def test_the_command_trains_tests_and_writes(tmp_path):
     assert [rule["rule"] for rule in found["by_distance"]["rules"]] == ["marker distance", "distance and end dashes"]
     for text in (result.output, (tmp_path / "new" / "cnn.md").read_text()):
         assert text.count("| pathfinder32-cl6 | 30 |") == 3
-    json.dumps(found, allow_nan=False)  # every figure is a number
+    json.dumps(found, allow_nan=False)
 
     result = call("cnn", "--contour", 6, *words, "--images", 20, "--out", tmp_path / "new")
     assert result.exit_code == 0, result.output

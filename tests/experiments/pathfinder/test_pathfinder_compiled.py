@@ -1,5 +1,3 @@
-"""Compiled code is kept for one state of the sources, and works where nothing can be kept."""
-
 import numba
 import pytest
 
@@ -43,4 +41,4 @@ def test_without_a_place_for_the_cache_functions_are_compiled_all_the_same(tmp_p
     assert cache_folder() is None
     function = compiled(double)
     assert function(21) == 42
-    assert function.signatures  # it is compiled
+    assert function.signatures

@@ -1,5 +1,3 @@
-"""Drawings: the decisions of a plain floating-point generator, the same on every machine, and their ground truth."""
-
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
@@ -27,7 +25,6 @@ def check_against_oracle(parameters, seed, index):
     assert drawing.attempts == oracle.attempts
     assert [tuple(place) for place in drawing.dashes[:, :2].tolist()] == oracle.places
     (image,) = render(collect(parameters, seed, [drawing]))
-    # Cut, not rounded; and the stamps have 13 bits.
     assert np.abs(image + 0.5 - oracle.marked_image()).max() < 0.55
 
 
@@ -82,7 +79,7 @@ def test_dashes_follow_one_another_along_every_snake(size, contour):
         assert others % p.distractor_length == 0 and others <= p.distractors * p.distractor_length
         assert drawing.dashes[:, :2].min() >= 0 and drawing.dashes[:, :2].max() < size
         for snake in (drawing.dashes[:contour], drawing.dashes[contour : 2 * contour]):
-            assert snake[0, 2] < 360 <= snake[1:, 2].min()  # whole degrees first, then turns
+            assert snake[0, 2] < 360 <= snake[1:, 2].min()
             for before, after in pairwise(snake[1:]):
                 pivot = before[:2] - t.turns[before[2] - 360]
                 pivot = np.ceil(pivot + t.step[before[2]])

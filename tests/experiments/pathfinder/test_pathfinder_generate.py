@@ -1,5 +1,3 @@
-"""Generated files: the same whatever the number of workers, resumed where they stopped, complete or absent."""
-
 from dataclasses import replace
 
 import numpy as np

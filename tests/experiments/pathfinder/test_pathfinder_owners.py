@@ -1,5 +1,3 @@
-"""Which curve each pixel lies on, and how many markers that curve has."""
-
 import numpy as np
 import pytest
 
@@ -22,7 +20,6 @@ def test_every_drawn_pixel_has_an_owner(size, contour):
 
 
 def test_owners_are_the_snakes_that_light_the_pixels():
-    """Against images in which one snake alone is drawn, from the same stamps."""
     vectors = some(64, 9, 6)
     found = owners(vectors)
     for index in range(len(vectors)):

@@ -1,5 +1,3 @@
-"""Parameters beyond the arena: the rule that extrapolates to 512 pixels, and paths of other lengths."""
-
 from math import floor
 
 import pytest

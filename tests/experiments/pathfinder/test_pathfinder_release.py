@@ -1,5 +1,3 @@
-"""The released layout: images and metadata come back as they went in, and are labelled as generated."""
-
 import json
 
 import numpy as np
@@ -87,11 +85,11 @@ def test_stopped_export_is_done_again(vectors, tmp_path):
         export(vectors, tmp_path, progress=stop)
     assert not (tmp_path / "pathfinder128" / "curv_contour_length_9" / "generated.json").exists()
     with pytest.raises(ValueError, match="holds only a part of the generated images that were being written there"):
-        load("pathfinder128", tmp_path, Options("intermediate"))  # it must not be taken for the release
+        load("pathfinder128", tmp_path, Options("intermediate"))
     folder = export(vectors, tmp_path)
     assert (folder / "generated.json").exists() and not (folder / "unfinished").exists()
-    (folder / "unfinished").touch()  # killed at the very end: it is complete
-    with pytest.raises(ValueError, match="at least 10 images"):  # so it was read
+    (folder / "unfinished").touch()
+    with pytest.raises(ValueError, match="at least 10 images"):
         load("pathfinder128", tmp_path, Options("intermediate"))
     assert not (export(vectors, tmp_path) / "unfinished").exists()
 

@@ -1,5 +1,3 @@
-"""Rendered images: the same bits from NumPy and PyTorch, in batches or alone."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -58,7 +56,7 @@ def test_a_range_is_rendered_alone():
 
 
 def test_rendering_some_at_a_time_does_not_look_at_all_images_every_time(monkeypatch):
-    """Of a million images, read by hundreds, that took a quarter of an hour."""
+    """Of a million images, that took a quarter of an hour."""
     vectors = collect(CASES["32-6"], 4, [draw(CASES["32-6"], 4, index) for index in range(12)])
     seen, whole = [], Vectors.tips.fget
     monkeypatch.setattr(Vectors, "tips", property(lambda self: seen.append(len(self)) or whole(self)))
@@ -70,7 +68,7 @@ def test_rendering_some_at_a_time_does_not_look_at_all_images_every_time(monkeyp
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_lines_are_scaled_to_the_markers_as_in_the_release(size):
-    """In the 16 released tiles that we have, no line exceeds 219 at 64 pixels and 226 at 128, and most reach it."""
+    """In the 16 released tiles that we have, most lines reach 219 at 64 pixels and 226 at 128, and none exceeds it."""
     p = lra(size, 6)
     vectors = collect(p, 1, [draw(p, 1, index) for index in range(20)])
     brightest = []
@@ -79,7 +77,7 @@ def test_lines_are_scaled_to_the_markers_as_in_the_release(size):
         for y, x in ends:
             lines[max(0, y - 9) : y + 10, max(0, x - 9) : x + 10] = 0
         brightest.append(lines.max())
-    # 255 over the overshoot of a disc; the brightest dash of an image may lie below a disc
+    # 255 over the overshoot of a disc
     white = {64: 219, 128: 226, 256: 228}[size]
     assert max(brightest) == white and np.median(brightest) >= white - 1
 
@@ -95,5 +93,5 @@ def test_markers_are_on_the_snakes_that_the_label_says():
     images = render(vectors)
     for image, ends in zip(images, vectors.markers):
         for y, x in ends:
-            assert image[y, x] > 200  # the middle of a disc; its edges overshoot and are brighter
+            assert image[y, x] > 200  # the middle of a disc
             assert (image[y - 3 : y + 4, x - 3 : x + 4] > 180).all()

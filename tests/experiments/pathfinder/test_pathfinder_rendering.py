@@ -1,5 +1,3 @@
-"""Renderings: the fast renderer agrees with the plain one in all of them, and each does what it says."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +37,7 @@ def vectors(request):
 
 @pytest.mark.parametrize("name", QUIET)
 def test_both_renderers_agree_in_every_rendering(vectors, name):
-    """The fast one counts in units of 1 / 8192, so a value beside a whole number may become the next one."""
+    """The fast one counts in units of 1 / 8192, so a value may round to the next whole number."""
     for index in range(IMAGES):
         plain = plain_render(vectors, index, RENDERINGS[name]).astype(int)
         difference = np.abs(rendered(vectors, index, RENDERINGS[name]) - plain)

@@ -1,5 +1,3 @@
-"""The random numbers of the Pathfinder generator: known ones, so that no image ever changes, and even ones."""
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +5,7 @@ from hypothesis import strategies as st
 
 from experiments.pathfinder.rng import GOLDEN, below, bits64, stream, uniform
 
-# Published results of SplitMix64 for the seed 1234567 (https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64).
+# SplitMix64 for the seed 1234567 (https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64).
 SPLITMIX64 = [
     6457827717110365317,
     3203168211198807973,

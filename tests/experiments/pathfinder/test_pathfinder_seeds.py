@@ -1,5 +1,3 @@
-"""Seeds: training, validation and test have disjoint seeds, and no two images of a run share an index."""
-
 import pytest
 
 from experiments.pathfinder.seeds import (
@@ -17,7 +15,7 @@ def test_no_training_seed_is_one_of_the_test_or_validation():
     assert len({TEST_SEED, VALIDATION_SEED, training_seed(0), training_seed(1)}) == 4
     assert training_seed(0) == FIRST_TRAINING_SEED > VALIDATION_SEED
     with pytest.raises(ValueError, match="seed must be from 0"):
-        training_seed(-1)  # the test's may be no training seed
+        training_seed(-1)
     seeds = {training_seed(seed, earlier) for seed in (0, 1, RUNS - 1) for earlier in range(MOST_EARLIER + 1)}
     assert len(seeds) == 21
     assert FIRST_TRAINING_SEED <= min(seeds) < max(seeds) < 2**63

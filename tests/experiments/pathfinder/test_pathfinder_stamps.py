@@ -1,5 +1,3 @@
-"""The pictures that Pathfinder images are composed of, and the tables of directions."""
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -12,7 +10,7 @@ from experiments.pathfinder.tables import SEEDS, digest, lines, tables
 ALL = [(size, margin) for size in (32, 64, 128, 256) for margin in lra(size, 14).margins]
 
 
-# With Pillow 12.3.0 and 13.0.0. Where they change, so do all images, and files of vectors are refused.
+# With Pillow 12.3.0 and 13.0.0. Where they change, all images do.
 @pytest.mark.parametrize(
     ("size", "known"),
     [(32, "6201fdfcb63749ee"), (64, "3cd7f9dd08c14350"), (128, "230771b70ce2d74c"), (256, "f8d89fb35c48a6a2")],

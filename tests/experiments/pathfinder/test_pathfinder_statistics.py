@@ -1,5 +1,3 @@
-"""Statistics and shortcuts of generated Pathfinder images, beside the original generator's."""
-
 import re
 from math import hypot
 
@@ -14,7 +12,7 @@ from experiments.pathfinder.shortcuts import Pairs, describe, evaluate, pairs, s
 from experiments.pathfinder.statistics import COLUMNS, Estimate, estimate, statistics
 from experiments.pathfinder.vectors import collect
 
-# By size and contour length: the images are enough to see a difference of some percent.
+# By size and contour length: enough to see some percent.
 CELLS = {(32, 6): 1500, (32, 14): 400, (64, 6): 600, (128, 9): 400, (256, 14): 200}
 VECTORS = {}
 
@@ -76,7 +74,7 @@ def test_pairs_hold_every_answer_twice_and_the_markers_that_are_there():
 def test_mirrored_and_turned_images_have_the_same_features():
     ends, angles = np.array([[[3.0, 4.0], [20.0, 9.0]]]), np.array([[0.3, -2.0]])
     expected = describe(ends, angles)
-    assert np.allclose(describe(ends[..., ::-1], np.pi / 2 - angles), expected)  # y and x exchanged
+    assert np.allclose(describe(ends[..., ::-1], np.pi / 2 - angles), expected)
     assert np.allclose(describe(np.stack([ends[..., 1], -ends[..., 0]], axis=-1), angles + np.pi / 2), expected)
     assert np.allclose(describe(ends + 7, angles), expected)
 
@@ -85,7 +83,7 @@ def test_shortcuts_are_the_original_generators():
     images, *theirs = original.SHORTCUTS[32, 6]
     found = shortcuts(pairs(vectors_of(32, 6)))
     for shortcut, accuracy in zip(found, theirs):
-        # Fewer images than there: a little less to learn from, so 0.01 is granted beside the two standard errors.
+        # 0.01 is granted for fewer images, beside the two standard errors.
         error = hypot(shortcut.error, (accuracy * (1 - accuracy) / images) ** 0.5)
         assert abs(shortcut.accuracy - accuracy) < 2 * error + 0.01
         assert shortcut.images == 1500 and len(shortcut.by_distance) == 4

@@ -1,5 +1,3 @@
-"""Test sets are checked by their hashes."""
-
 import json
 
 import pytest
@@ -20,7 +18,6 @@ def test_a_test_set_is_checked_by_its_hash(tmp_path, few_images):
         testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes)
     path = testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes, record=True)
     assert testset.test_set(32, 6, tmp_path, workers=1, hashes=hashes) == path
-    # A damaged file is not recorded anew.
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -1,5 +1,3 @@
-"""Files of Pathfinder vectors: they hold the ground truth, survive a round trip, and refuse what they are not."""
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,6 @@
-"""Answers Path-X images by following dashes: no model, no fitting. For images of 128 pixels, whose dashes rarely touch.
+"""Answers Path-X images by following dashes, without a model or fitting, at 128 pixels, where dashes rarely touch.
 
-A path turns in the middle of a gap: a margin straight on from the end of a dash, then a margin in the direction of the
-next. So from one dash to the next both the place and the direction are nearly determined.
+A path turns in the middle of a gap: a margin straight on, then a margin in the direction of the next dash.
 """
 
 import numpy as np
@@ -11,7 +10,6 @@ LENGTH, FARTHEST, SHARPEST, BRIGHT = 5, 3.8, np.deg2rad(66), 120  # px, px, radi
 
 
 def discs(image):
-    """The centres of the two markers, (y, x) each."""
     around = uniform_filter((image > 150).astype(float), 7, mode="constant")
     found = []
     for _ in range(2):
@@ -24,7 +22,7 @@ def discs(image):
 
 
 def dashes(image, centres):
-    """Middle, direction and length of every dash outside the markers; a pair of touching dashes counts as none."""
+    """Middle, direction and length of every dash outside the markers; a touching pair counts as none."""
     y, x = np.mgrid[: len(image), : len(image)]
     image = image.astype(float)
     for centre in centres:
@@ -44,19 +42,19 @@ def dashes(image, centres):
 
 
 def connected(image, contour=14):
-    """Whether a path of `contour` dashes, one under each marker, leads from one marker to the other."""
+    """Whether a path of `contour` dashes leads from one marker to the other."""
     centres = discs(image)
     found = dashes(image, centres)
     return any(leads(found, centres[0], centres[1], margin, contour) for margin in (2, 3))
 
 
 def leads(found, start, goal, margin, contour):
-    ways = []  # every dash in both directions: its beginning, its end, its direction
+    ways = []
     for number, (middle, along, length) in enumerate(found):
         half = min(length, LENGTH + 1) / 2
         for direction in (along, -along):
             ways.append((number, middle - half * direction, middle + half * direction, direction))
-    first = LENGTH + 2 * margin  # from a marker to the beginning of the dash after the one that is under it
+    first = LENGTH + 2 * margin  # to the dash after the one under the marker
 
     def after(end, direction):
         for way in ways:
@@ -67,7 +65,6 @@ def leads(found, start, goal, margin, contour):
 
     def reaches(way, used, left):
         if left == 0:
-            # The last dash turns a margin beyond this one, and its tip is under the marker.
             pivot = way[2] + margin * way[3]
             last = goal - pivot
             turn = np.arccos(np.clip(way[3] @ last / np.hypot(*last), -1, 1))

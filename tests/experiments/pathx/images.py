@@ -1,5 +1,3 @@
-"""Small images for the tests of experiments.pathx, and their expected masks."""
-
 import numpy as np
 import torch
 
@@ -14,7 +12,6 @@ def image(seed, *, lit=0.4, side=SIDE):
 
 
 def knights(y, x, other_y, other_x):
-    """A rule of a user's own: a knight's move, and itself."""
     dy, dx = (y - other_y).abs(), (x - other_x).abs()
     return (dy * dx == 2) | (dy + dx == 0)
 
@@ -43,7 +40,7 @@ def pairs_live(relation, y, x, other_y, other_x):
 
 
 def expected(packed, relation, row=0):
-    """The dense mask of a row of a batch, bool [N, N], in the order that tokens are stored in, token pair by pair."""
+    """The dense mask of a row of a batch, `[N, N]` in stored order, pair by pair."""
     ids, y, x = packed.ids[row].tolist(), packed.y[0].tolist(), packed.x[0].tolist()
     rows_blocks = packed.ids.shape[1] // packed.block
     owner = {}
@@ -60,7 +57,7 @@ def expected(packed, relation, row=0):
 
 
 def in_stored_order(batch, layer):
-    """A layer's mask as bool [N, N], in the order that tokens are stored in."""
+    """A layer's mask, `[N, N]` in stored order."""
     mask, name = batch.masks[layer], batch.layer_orders[layer]
     dense = mask.to_dense()[0, 0]
     if name == "hilbert":

@@ -1,5 +1,3 @@
-"""Small settings for runs of experiments.pathx, and the values that tests compare."""
-
 import json
 from dataclasses import replace
 
@@ -14,7 +12,6 @@ TINY = Config(
     auxiliary=0.5, precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4,
     checkpoint_every=3, checkpoint_minutes=1e6, registers=2,
 )  # fmt: skip
-# A U-Net, on the same images; options of attention are left at their defaults.
 UNET = Config(
     curriculum=(STAGES[0], replace(STAGES[1], layers=None)), model="unet", block=32, width=64, mlp=16, average=0.9,
     precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4, checkpoint_every=3,
@@ -28,7 +25,7 @@ def tensors(run):
 
 
 def options(folder):
-    """TINY as options of the command line; the curriculum is written into the folder."""
+    """TINY as options of the command line."""
     stages = folder / "stages.json"
     stages.write_text(json.dumps(as_dict(TINY)["curriculum"]))
     names = ("layers", "block", "width", "heads", "mlp", "dropout", "average", "auxiliary", "precision", "device",

@@ -1,5 +1,3 @@
-"""Steps of experiments.pathx on batches that are on their device already."""
-
 from functools import partial
 
 from experiments.pathx.losses import losses

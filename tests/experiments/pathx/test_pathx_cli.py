@@ -1,5 +1,3 @@
-"""The command line: every command has help, and mistakes are answered in one line."""
-
 from typer.testing import CliRunner
 
 from experiments.pathx.cli import app

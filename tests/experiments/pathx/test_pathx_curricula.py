@@ -1,5 +1,3 @@
-"""Settings and curricula: what they may be, and that they survive their files."""
-
 import json
 from dataclasses import replace
 
@@ -31,7 +29,6 @@ def test_curricula_fit_their_hour_and_end():
 
 @pytest.mark.parametrize("block", [16, 64])
 def test_a_step_has_as_many_tokens_as_its_images_have_numbers(block):
-    """An image has a block at least."""
     most = replace(CURRICULA["smoke"][0], tokens=block * MOST_IMAGES)
     Config(curriculum=(most,), block=block)
     with pytest.raises(ValueError, match=f"a step must have at most {block * MOST_IMAGES} tokens, .* got"):

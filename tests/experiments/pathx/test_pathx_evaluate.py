@@ -1,5 +1,3 @@
-"""Tests of trained models: results, what is stored of them, the analysis and the table."""
-
 import json
 from dataclasses import replace
 
@@ -23,7 +21,6 @@ from tests.experiments.pathx.runs import TINY, UNET
 
 @pytest.fixture(scope="module")
 def finished(stream, tmp_path_factory):
-    """The weights of a run that has ended, and what is written beside them."""
     run = Run(TINY, tmp_path_factory.mktemp("whole") / "run", stream)
     note = run.train()
     return run.folder / "model.safetensors", note
@@ -57,7 +54,7 @@ def test_a_test_result_is_that_of_the_images_in_their_order(finished, tests, str
     assert said["task"] == "LRA-parameter generated Pathfinder-32, contour length 9"
     assert said["layers"] == "near:8,dense"  # the stage's layers
     assert said["images"] == 30
-    assert "auxiliary" not in said  # what helped is told of the whole chain, beside it
+    assert "auxiliary" not in said
     with Stream(1) as other:
         again, _ = scored(finished, tests[1], other)
     assert torch.equal(again.chances, found.chances)
@@ -206,7 +203,7 @@ def test_the_table_has_ours_and_the_published(tmp_path):
     }  # fmt: skip
     (tmp_path / "stages.json").write_text("[]")
     (tmp_path / "one.json").write_text(json.dumps(note | {"results": {}}))
-    without = table.rows([tmp_path], tmp_path)  # no results of ours, no small network
+    without = table.rows([tmp_path], tmp_path)
     assert without == [table.HEAD, table.rule_row(), *table.PUBLISHED]
     (tmp_path / "one.json").write_text(json.dumps(note))
     lines = table.rows([tmp_path], tmp_path)
@@ -218,7 +215,7 @@ def test_the_table_has_ours_and_the_published(tmp_path):
     other |= {"renderings": "drawn", "training_images": "1,000 of each length"}
     (tmp_path / "two.json").write_text(json.dumps(note | {"auxiliary": 0.0, "results": {"256-14-drop": other}}))
     lines = table.rows([tmp_path], tmp_path)
-    assert [line[0] for line in lines[1:3]] == ["ours: two", "ours: one"]  # without pixel labels first
+    assert [line[0] for line in lines[1:3]] == ["ours: two", "ours: one"]
     assert lines[1][2:10] == ["90.0 ± 0.2 %", "-", "class", "levels below 32 left out", "1-D rotary", "rows",
                              "tiles:16@rows*9", "1,000 of each length, drawn renderings"]  # fmt: skip
     assert "LRA-parameter generated" in table.markdown(lines)

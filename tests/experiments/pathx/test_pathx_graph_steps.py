@@ -1,5 +1,3 @@
-"""Steps on packings that are copied into the same tensors, as a CUDA graph: the same as steps on each alone."""
-
 import copy
 from dataclasses import replace
 
@@ -35,7 +33,7 @@ def packed_of(*seeds, lit=0.4):
     return pack(images, [seed % 2 for seed in seeds], LAYERS, block=16, registers=1, blocks=40, pixel_labels=traced)
 
 
-# The fullest in tiles first, then fewer and more images; blocks and labels of the first must not stay behind.
+# Blocks and labels of the first, the fullest, must not stay behind.
 PACKINGS = (packed_of(1, 2, 3, lit=0.6), packed_of(4, 5), packed_of(6, 7, 8, 9, lit=0.3))
 
 
@@ -49,7 +47,7 @@ def static(packed, images=9, blocks=30):
 
 
 def test_what_fills_up_the_tensors_changes_nothing():
-    """Losses, right answers and all gradients, in fp64, whatever was in the tensors before."""
+    """In fp64, whatever was in the tensors before."""
     inputs = static(PACKINGS[0])
     model = model_of().double()
     for packed in (*PACKINGS, PACKINGS[0]):
@@ -89,14 +87,14 @@ def test_batches_fit_and_are_filled_up(background, registers, block):
         assert len(packed.labels) <= most_images(recipe)
         assert packed.blocks.shape[1] <= most_blocks(recipe)
         used = (packed.blocks < packed.ids.size // block).sum(1)
-        assert packed.ids.size // block - used.sum() < max(used.max(), 1024 // block + 1)  # another would not fit
+        assert packed.ids.size // block - used.sum() < max(used.max(), 1024 // block + 1)
     assert (len(packed.labels) == most_images(recipe)) == (background == "keep")
 
 
 def test_only_a_gpu_has_graphs():
     recipe = recipe_of(replace(CONFIG, curriculum=(STAGE,), layers="near:4"), 0)
     model = model_of()
-    optimizer, gpu = adamw(model, 1e-3, 0.0), torch.device("cuda")  # which nothing is done on
+    optimizer, gpu = adamw(model, 1e-3, 0.0), torch.device("cuda")
     assert type(steps_of(model, optimizer, recipe, CONFIG, CPU)) is Steps
     assert type(steps_of(model, optimizer, recipe, CONFIG, gpu)) is GraphSteps
     assert type(steps_of(model, optimizer, recipe, replace(CONFIG, recorded=False), gpu)) is Steps
@@ -121,7 +119,6 @@ def test_recorded_steps_are_those_of_the_host(monkeypatch, compiled):
     models, (plain, steps) = both_steps(monkeypatch, CONFIG)
     if compiled:
         models[1].compile_layers()
-    # The second has more tiles than the tensors that were made for the first.
     order = [PACKINGS[1], PACKINGS[0], PACKINGS[2], PACKINGS[1], PACKINGS[0]] * 3
     steps.prepare(order[0])
     graphs = {id(steps.captured[None]): steps.captured[None]}  # kept, so that no other has its address
@@ -142,7 +139,7 @@ def test_recorded_steps_are_those_of_the_host(monkeypatch, compiled):
 @pytest.mark.gpu
 def test_recorded_steps_have_the_same_bits_again(monkeypatch):
     first, second = (both_steps(monkeypatch, CONFIG)[1][1] for _ in range(2))
-    first.prepare(PACKINGS[1])  # outgrown by the next
+    first.prepare(PACKINGS[1])
     for steps in (first, second):
         for packed in PACKINGS * 2:
             steps(packed, 1e-3)

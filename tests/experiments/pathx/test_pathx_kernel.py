@@ -1,5 +1,3 @@
-"""The Triton kernel under masks of packed images: in the interpreter, and on a GPU without waiting for it."""
-
 import copy
 from dataclasses import replace
 
@@ -61,7 +59,7 @@ def test_no_step_waits_for_the_gpu():
         pack(IMAGES, LABELS, LAYERS, block=64, blocks=12),
         pack(IMAGES[::-1], LABELS, LAYERS, block=64, blocks=12),
     ]
-    for each in packed:  # compiles
+    for each in packed:
         training_step(model, optimizer, on_device(each, LAYERS, device), config, 1e-3)
     with waiting_raises():
         for each in packed:

@@ -1,5 +1,3 @@
-"""The table of renderings: the same images in each, by the second renderer, and a row for all of them."""
-
 import json
 from functools import partial
 
@@ -33,7 +31,7 @@ def tests(tmp_path, monkeypatch):
 
 
 class Bright(torch.nn.Module):
-    """Says "connected" if an image is bright: it traces nothing, and its answers depend on the rendering."""
+    """Says "connected" if an image is bright."""
 
     def forward(self, batch):
         levels = batch.ids.clamp(min=0).double()
@@ -59,7 +57,7 @@ def test_every_rendering_has_a_row_of_the_same_images(tests):
     accuracies = [row["accuracy"] for row in found["rows"]]
     assert found["worst_below_best"] == max(accuracies) - min(accuracies)
     said = {row["rendering"]: row["said_connected"] for row in found["rows"]}
-    assert said["brightness 0.85"] < said["brightness 1.1"]  # the table shows that this model reads brightness
+    assert said["brightness 0.85"] < said["brightness 1.1"]
     text = rendering_table.markdown(found)
     assert text.count("\n| ") == len(RENDERINGS) + 1 and "levels below 32 left out" in text
 

@@ -1,5 +1,3 @@
-"""Stored results of Path-X and Path-256: they name their chain of runs, and the stored models still answer."""
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +20,8 @@ IMAGES = 8
 
 
 def test_the_best_model_of_each_task_is_stored_and_no_other():
-    """The best of those that were trained in drawn renderings and from class labels alone, where there are some, and of
-    several seeds the first. Path-512's model is not stored: it takes minutes to train from Path-256's.
-    """
+    """Trained in drawn renderings from class labels alone, if possible. Path-512's model takes minutes to train from
+    Path-256's."""
     best = {}
     for name, note in table.found_below(RESULTS):
         if "-seed" in name:
@@ -82,13 +79,12 @@ def test_a_stored_model_is_the_tested_one_and_answers_the_first_test_images(path
     images = join([drawn(stage.size, stage.contour, TEST_SEED, index) for index in range(IMAGES)])
     packings = [pack_vectors(recipe, images, first, first + 4) for first in range(0, IMAGES, 4)]
     found = score(model, packings, recipe.layers, config, torch.device("cpu"))
-    # The images are always the same; a model that guesses would be right in seven or all eight once in 28 times.
+    # A model that guesses would pass once in 28 times.
     assert int(found.right.sum()) >= IMAGES - 1
 
 
 @pytest.mark.parametrize("note", [pytest.param(note, id=name) for name, note in table.found_below(RESULTS)])
 def test_stored_accuracies_are_five_errors_above_what_traces_nothing(note):
-    """A model that follows no path cannot exceed the better rule but by chance."""
     rules = dict(zip(map(str, table.SIZES), table.rule_row()[1:4], strict=True))
     for key, found in note["results"].items():
         size, contour, _ = key.split("-")
@@ -96,3 +92,7 @@ def test_stored_accuracies_are_five_errors_above_what_traces_nothing(note):
             rule, error = (float(word) / 100 for word in rules[size].removesuffix(" %").split(" ± "))
             chance = max(error, (rule * (1 - rule) / found["images"]) ** 0.5)
             assert found["accuracy"] > rule + 5 * chance + 5 * found["error"], key
+
+
+def test_the_stored_table_is_of_the_stored_results():
+    assert (RESULTS / "table.md").read_text() == table.markdown(table.rows([RESULTS]))

@@ -1,5 +1,3 @@
-"""The speed of training steps: what a probe measures, and which kernels a step is made of."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""Runs: stages, logs, checkpoints, and that a paused and resumed run gives the same bits."""
-
 import json
 import shutil
 import signal
@@ -53,14 +51,13 @@ def test_a_run_goes_through_its_stages_and_counts(whole):
     assert said["cost"]["images"] == trained[-1]["images"] > 11 * 2
     assert said["cost"]["minutes"] == pytest.approx(trained[-1]["seconds"] / 60)
     assert all(earlier["images"] < later["images"] for earlier, later in pairwise(trained))
-    assert trained[-1]["lr"] < 0.2 * STAGES[1].lr  # cosine, at its end
+    assert trained[-1]["lr"] < 0.2 * STAGES[1].lr
     assert all(record["auxiliary"] > 0 for record in trained)
     assert run.progress() == 1.0
     assert saved_run(run.folder) == TINY
 
 
 def test_a_paused_run_goes_on_to_the_same_bits(whole, stream, tmp_path):
-    """Paused within a stage, at its end and within the next."""
     folder = tmp_path / "run"
     assert Run(TINY, folder, stream).train(pause=lambda step: step == 5) is None
     for stop in (7, 10):
@@ -95,9 +92,9 @@ def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
-    """By the command line, killed without a word after a checkpoint."""
+    """Killed after a checkpoint."""
     command = "-m", "experiments.pathx", "train", f"--out={tmp_path / 'run'}", "--workers=0"
-    # As many as made `whole`: sums that are split among threads depend on their number.
+    # Sums that are split among threads depend on their number.
     threads = torch.get_num_threads()
     process = interpreting().start(execute_in_threads, (threads, *command, *options(tmp_path)))
     deadline = time.monotonic() + 300
@@ -145,15 +142,15 @@ def test_minutes_end_a_stage(stream, tmp_path):
     run = Run(config, tmp_path / "run", stream)
     said = run.train()
     assert said["cost"]["steps"] == 1
-    assert len(run.log.of_kind("val")) == 1  # not again at the stage's end
+    assert len(run.log.of_kind("val")) == 1
 
 
 def test_starting_up_takes_none_of_a_stages_minutes(stream, tmp_path, monkeypatch):
     FakeClock(monkeypatch)
     timed = [replace(stage, steps=None, minutes=2.5 / 60) for stage in STAGES]
     config = replace(TINY, curriculum=tuple(timed), validate_every=100)
-    assert Run(config, tmp_path, stream).train(pause=lambda step: step in (2, 3)) is None  # within a stage
-    assert Run(config, tmp_path, stream, resume=True).train(pause=lambda step: step == 3) is None  # at its end
+    assert Run(config, tmp_path, stream).train(pause=lambda step: step in (2, 3)) is None
+    assert Run(config, tmp_path, stream, resume=True).train(pause=lambda step: step == 3) is None
     run = Run(config, tmp_path, stream, resume=True)
     cost = run.train()["cost"]
     assert (cost["steps"], cost["minutes"], cost["startup_minutes"]) == (6, 6 / 60, 3000 / 60)
@@ -204,7 +201,7 @@ def test_checkpoint_files_are_small(whole):
 
 
 def test_the_headline_model_is_as_large_as_said():
-    """1 to 1.5 million parameters: four copies, with the average and the optimiser, split over files of 15 MiB."""
+    """1 to 1.5 million parameters: four copies, with average and optimiser, in files of 15 MiB."""
     parameters = sum(each.numel() for each in weights.build(Config()).parameters())
     assert 0.5e6 < parameters < 1.5e6
 
@@ -275,7 +272,7 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
 
 
 def seen(monkeypatch, config, folder, stream, **more):
-    """The seeds of the images that a run trains on, and the run."""
+    """The seeds of the images, and the run."""
     seeds = []
 
     def making(recipe, step):
@@ -296,14 +293,12 @@ def test_runs_that_follow_one_another_see_other_images(whole, stream, tmp_path, 
         seeds, run = seen(monkeypatch, config, tmp_path / str(earlier), stream)
         assert seeds == {training_seed(TINY.seed, earlier)}
         path = run.folder / "model.safetensors"
-    # One that began before runs were counted goes on with the images that it began with.
     assert Run(config, tmp_path / "old", stream).train(pause=lambda step: step == 1) is None
     saved = json.loads((tmp_path / "old" / "config.json").read_text())
     assert saved["initial"].pop("runs") == 2
     (tmp_path / "old" / "config.json").write_text(json.dumps(saved))
     seeds, run = seen(monkeypatch, config, tmp_path / "old", stream, resume=True)
     assert seeds == {training_seed(TINY.seed)}
-    # Its weights count as trained by at least two runs.
     config = replace(short, initial=str(run.folder / "model.safetensors"))
     assert Run(config, tmp_path / "new", stream).before["runs"] == 2
 

@@ -1,5 +1,3 @@
-"""Runs of the U-Net: the same images, resuming, --initial, and the settings that it refuses."""
-
 import json
 from dataclasses import asdict, replace
 

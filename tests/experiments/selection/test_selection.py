@@ -1,5 +1,3 @@
-"""Choices made of the library's pieces: what they read, that they see no future, and the task that they learn."""
-
 import json
 from dataclasses import replace
 
@@ -13,7 +11,7 @@ from experiments.selection.cli import app
 from experiments.selection.layers import LAYERS, layer_of
 from experiments.selection.model import RecallModel
 from experiments.selection.recall import Recall
-from experiments.selection.report import table
+from experiments.selection.report import measurements_of, table
 from experiments.selection.sizes import Sizes
 from experiments.selection.train import PRESETS, Settings, train
 from sparseflash import masks
@@ -96,6 +94,9 @@ def test_every_parameter_learns(way):
     torch.manual_seed(0)
     task = Recall(128, 32, 128)
     model = RecallModel(task, SIZES, way)
+    with torch.no_grad():
+        for parameter in model.parameters():  # layers that begin at zero pass no gradient on
+            parameter += 0.01 * torch.randn_like(parameter)
     logits, _ = model(task.batch(2, generator()))
     own = getattr(model.attention, "loss", None)
     (logits.square().sum() + (0.0 if own is None else own)).backward()
@@ -125,6 +126,32 @@ def test_queries_that_begin_like_keys_find_them_soon():
     assert accuracy[True] > 0.8 and accuracy[False] < 0.3
 
 
+@pytest.mark.parametrize("way", ["MoBA", "NSA", "VSA"])
+def test_what_queries_share_hides_the_right_blocks_from_means(way):
+    task, sizes = Recall(1024, 128, 1024), Sizes(1024, chosen=8)  # as many choices as blocks of queries
+    found = {}
+    for marked in (True, False):
+        torch.manual_seed(0)
+        model = RecallModel(task, sizes, way, alike=True, marked=marked).eval()  # not trained
+        batch = task.batch(2, generator())
+        with torch.no_grad():
+            of_last = model.found(model(batch)[1], batch)[:, :, -task.block :]
+        found[marked] = of_last.float().mean().item()
+    assert found[True] < 0.05 and found[False] > 0.3
+
+
+def test_settings_are_changed_by_the_command():
+    settings = PRESETS["cpu"]
+    assert settings.changed() == settings
+    other = settings.changed(block=32, marked=False, steps=7)
+    assert (other.sizes.block, other.sizes.chosen, other.marked, other.steps) == (32, 2, False, 7)
+    with pytest.raises(ValueError, match="block must divide the 64 keys of a query; got 48"):
+        settings.changed(block=48)
+    result = train("MoBA", PRESETS["test"].changed(block=32, marked=False), CPU)
+    names = {each.name for each in measurements_of(result)}
+    assert "recall-unmarked/128/right-answers/moba-blocks-of-32" in names
+
+
 def test_ways_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match=r"way must be one of dense, window, .*; got 'best'"):
         RecallModel(Recall(), SIZES, "best")
@@ -140,7 +167,7 @@ def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch)
     assert [each["way"] for each in results] == list(LAYERS)
     assert (tmp_path / "table.md").read_text() == table(results) + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 5000
-    assert found.output.startswith("| way | accuracy |")  # a row follows as soon as it is known
+    assert found.output.startswith("| way | accuracy |")
     assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = CliRunner().invoke(app, ["--preset", "gpu", "--out", str(tmp_path)])

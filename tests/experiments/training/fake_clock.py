@@ -1,12 +1,10 @@
-"""A clock for training runs that moves only when a step is prepared or taken."""
-
 from types import SimpleNamespace
 
 from experiments.training import clock, steps
 
 
 class FakeClock:
-    """Stands still except for dry runs, which take 1000 seconds, and gradients, which take one."""
+    """Stands still except for dry runs, 1000 seconds, and gradients, one."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0

@@ -1,12 +1,10 @@
-"""Stand-ins for CUDA graphs on a machine without a GPU."""
-
 import torch
 
 from experiments.training import cuda_graphs
 
 
 class HostGraph:
-    """Computes at every replay the calls that a graph would have recorded, with the gradients that it would find."""
+    """Repeats at every replay the calls that a graph would have recorded."""
 
     def __init__(self, model, warm_up, compute, device, pool=None, gradients=None):
         warm_up()

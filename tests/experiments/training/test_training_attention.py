@@ -1,5 +1,3 @@
-"""The attention of the model by three implementations: the same logits and gradients."""
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +16,6 @@ from tests.experiments.lra.models import SMALL, examples, fake_batch, training_s
 MASKS = {
     "dense": BlockMask.dense(48, block=16),
     "local": masks.local(48, window=8, block=16),
-    # most rows are empty for sequences that end early
     "last keys": BlockMask.from_function(lambda q, k: (k > 36) | ((q == 3) & (k == 3)), 48, block=16),
 }
 
@@ -31,7 +28,7 @@ def results(attention, mask, batch, **changes):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "sparseflash"])
-@pytest.mark.parametrize("heads", [2, 8])  # of 16 and of 4 features
+@pytest.mark.parametrize("heads", [2, 8])
 @pytest.mark.parametrize("mask", MASKS)
 def test_all_implementations_give_the_same_logits_and_gradients(mask, heads, attention):
     ours, plain = (results(name, mask, fake_batch(), heads=heads) for name in (attention, "standard"))
@@ -44,7 +41,7 @@ def test_rows_as_short_as_the_implementation_likes_change_nothing(attention):
     data, rows = examples([30, 30, 30]), np.arange(3)
     shapes = [Config(block=16, max_tokens=40, attention=name).shape for name in ("sparseflash", attention)]
     whole, own = (collate(data, rows, shape) for shape in shapes)
-    assert own.ids.shape[1] == {"sparseflash": 32, "sdpa": 31, "standard": 32}[attention]  # [CLS] and 30
+    assert own.ids.shape[1] == {"sparseflash": 32, "sdpa": 31, "standard": 32}[attention]
     assert shapes[0].length == shapes[1].length == 48
     for x, y in zip(results(attention, "local", own), results("sparseflash", "local", whole), strict=True):
         torch.testing.assert_close(x, y, atol=2e-5, rtol=1e-3)

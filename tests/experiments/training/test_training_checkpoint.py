@@ -1,5 +1,3 @@
-"""Checkpoints: bounded files that lose nothing, and those that are not whole are refused."""
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,5 +1,3 @@
-"""The description of machine and command that is stored with a result."""
-
 import sys
 
 import pytest

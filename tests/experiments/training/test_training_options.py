@@ -1,5 +1,3 @@
-"""Settings as options of commands: every setting has an option, and defaults are told from the user's choices."""
-
 from dataclasses import dataclass, fields
 from typing import Annotated
 

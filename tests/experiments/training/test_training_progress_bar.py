@@ -1,5 +1,3 @@
-"""Reports of a run's progress without a terminal."""
-
 from __future__ import annotations
 
 from io import StringIO
@@ -26,7 +24,7 @@ def test_lines_tell_the_time_that_is_left(monkeypatch):
     written, share, now = StringIO(), [0.25], [100.0]
     monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now[0])
     with TrainingBar(Console(file=written, width=120), "run", lambda: share[0]) as bar:
-        for share[0], now[0] in ((0.25, 140.0), (0.5, 200.0)):  # a session that resumed at a quarter
+        for share[0], now[0] in ((0.25, 140.0), (0.5, 200.0)):
             bar.show({"kind": "train", "step": 100, "loss": 1.0, "images_per_s": 5.0})
     first, second = written.getvalue().splitlines()
     assert first.endswith("5 img/s") and second.endswith("5 img/s  0:03:20 left")

@@ -1,5 +1,3 @@
-"""An error of one line names a file that a command cannot read, and the required kind of file."""
-
 import importlib
 import json
 
@@ -18,7 +16,7 @@ CONTENTS = {
     "long number": b"[" + b"9" * 10_000 + b"]",
 }
 
-# The command, what it must be given, and which file of the folder it reads.
+# Command, needed file, and the file of the folder it reads.
 COMMANDS = {
     "pathfinder parameters": ("experiments.pathfinder.cli", "generate --parameters {}/a.json --out {}/out", "a.json"),
     "pathfinder picture": ("experiments.pathfinder.cli", "picture --real {}/a.png --out {}/b.png", "a.png"),

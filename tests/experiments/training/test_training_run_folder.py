@@ -1,5 +1,3 @@
-"""The folder of a run: a run in it is neither overwritten unasked nor left in part, and other files are left alone."""
-
 from dataclasses import dataclass
 
 import pytest
@@ -32,7 +30,7 @@ def test_a_run_is_discarded_whole_and_nothing_else(tmp_path):
 
 
 def test_a_folder_without_a_run_keeps_what_has_the_names_of_a_runs_files(tmp_path):
-    """For example with --out . : the project's tests must not be taken for a run's."""
+    """With --out . the project's tests must not be taken for a run's."""
     names = ["tests/test_one.py", "tensorboard/events", "metrics.json", "model.json"]
     fill(tmp_path, names)
     check_replaceable(tmp_path, overwrite=False, initial=None)

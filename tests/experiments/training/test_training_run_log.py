@@ -1,5 +1,3 @@
-"""Logs: a resumed run drops what it will write again, and stored logs are thinned by one rule."""
-
 from itertools import pairwise
 
 import pytest
@@ -15,7 +13,7 @@ def test_a_log_drops_what_a_resumed_run_will_write_again(tmp_path):
     for number in (1, 2, 3):
         log.write({"kind": "train", "step": number})
     with open(path, "a") as file:
-        file.write('{"kind": "tra')  # cut short by a kill
+        file.write('{"kind": "tra')
     again = RunLog(path, 2)
     assert [record["step"] for record in again.records] == [1, 2]
     again.write({"kind": "val", "step": 2})

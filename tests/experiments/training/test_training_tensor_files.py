@@ -1,5 +1,3 @@
-"""Weights from elsewhere: compared before memory is taken or code is run, and told in one sentence."""
-
 import json
 import sys
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""TensorBoard: the numbers of the log, and a clear word where the package is missing."""
-
 import json
 import sys
 from types import SimpleNamespace
@@ -54,11 +52,11 @@ def test_tensorboard_gets_the_numbers_of_the_log(folder, tmp_path, written):
 def test_a_resumed_run_leaves_out_what_it_writes_again(folder, tmp_path, written):
     assert call("train", data=folder, out=tmp_path, pause_after=0, **OPTIONS).exit_code == 0
     assert call("train", "--resume", "--tensorboard", out=tmp_path).exit_code == 0
-    assert written[0] == ("open", str(tmp_path / "tensorboard"), 2)  # it stopped after step 1
+    assert written[0] == ("open", str(tmp_path / "tensorboard"), 2)
 
 
 def test_a_run_without_tensorboard_says_so_before_it_begins(folder, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if it could not be imported
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     result = call("train", "--tensorboard", data=folder, out=tmp_path / "run", **OPTIONS)
     assert result.exit_code == 2
     assert "--tensorboard needs the package tensorboard: pip install tensorboard" in result.output

@@ -1,5 +1,3 @@
-"""The average of the weights, and where a run left the plateau."""
-
 import pytest
 import torch
 
@@ -42,5 +40,5 @@ def log(*losses):
 def test_the_plateau_is_left_where_the_loss_stays_below():
     assert plateau_left_at(log(*[0.69] * 30), 0.693) is None
     assert plateau_left_at(log(*[0.69] * 10, *[0.3] * 20), 0.693) == 110
-    assert plateau_left_at(log(*[0.3] * 10, *[0.69] * 30), 0.693) is None  # it came back
+    assert plateau_left_at(log(*[0.3] * 10, *[0.69] * 30), 0.693) is None
     assert plateau_left_at(log(0.1), 0.693) == 10

@@ -1,4 +1,4 @@
-"""Kernels run from their source: imports from Triton are replaced, constants of the project are plain numbers."""
+"""Kernels run from their source; imports from Triton are replaced."""
 
 import ast
 import copy
@@ -21,10 +21,10 @@ _numbers = itertools.count()
 
 
 class Interpreted:
-    """A kernel of a module, launched like Triton's; it replaces the kernel where the launcher finds it.
+    """A kernel of a module, which replaces it where the launcher finds it.
 
-    `seed`: of the interleaving. `change`: edits the module's source, to check that a fault is noticed. `others`: the
-    same for modules of score modifications, by their paths.
+    `seed`: of the interleaving. `change`: edits the source, to check that a fault is noticed. `others`: the same for
+    modules of score modifications, by path.
     """
 
     def __init__(self, module, name, seed=0, change=lambda source: source, others=None):
@@ -34,7 +34,7 @@ class Interpreted:
         self.arg_names = list(inspect.signature(getattr(module, name).fn).parameters)
 
     def warmup(self, *arguments, **options):
-        """Compiles nothing, as Triton's own interpreter does."""
+        pass
 
     def __getitem__(self, grid):
         def launch(*arguments, **options):
@@ -62,7 +62,6 @@ def _as_argument(x, world, others):
 
 
 def _interpreted_functions(kind, world, others):
-    """The device functions of a score modification, each from the source of its module."""
     kind = copy.copy(kind)
     for name, function in vars(kind).items():
         if isinstance(function, GluonJITFunction):
@@ -74,7 +73,6 @@ def _interpreted_functions(kind, world, others):
 
 
 def _functions(source, path, world):
-    """The functions of a module, with their imports from Triton replaced."""
     imports, code = _compiled(source, path)
     names = {**_names_of_ours(imports, world), **names_of_gluon(world)}
     exec(code, names)
@@ -90,9 +88,7 @@ def _compiled(source, path):
 
 
 def _is_of_host(node):
-    """Whether a part of a module is not for Gluon: a class, a function of Python or a kernel of Triton's own language,
-    or something made of classes and functions.
-    """
+    """Whether a part of a module is not for Gluon."""
     if isinstance(node, ast.FunctionDef):
         return not any("gluon." in ast.unparse(each) for each in node.decorator_list)
     if isinstance(node, (ast.Assign, ast.AnnAssign)):

@@ -1,6 +1,6 @@
-"""What the names of Gluon do here, in groups: global memory, shared memory, barriers, products, arithmetic.
+"""The names of Gluon: global memory, shared memory, barriers, products, arithmetic.
 
-Operations whose effect others can observe end by `world.pause()`, where another actor may have its turn.
+An operation whose effect others can observe ends with `world.pause()`.
 """
 
 import re
@@ -11,11 +11,10 @@ import torch
 from tests.interpreting.gluon.schedule import Copy
 from tests.interpreting.gluon.values import Barrier, Block, Product, Shared, as_tensor, plain
 
-_BARRIERS = "barrier"  # the layout of shared memory that holds them
+_BARRIERS = "barrier"
 
 
 def names_of_gluon(world):
-    """The names that kernels import from Triton, and the functions of `hopper/gluon_api.py`."""
     memory, copies, barriers = GlobalMemory(world), Copies(world), Barriers(world)
     products = Products(world)
     assembly = Assembly(barriers, copies)
@@ -69,8 +68,6 @@ def warp_specialize(world, partitions, warps, registers):
 
 
 class GlobalMemory:
-    """Loads and stores by pointers, which take effect at once, and atomics."""
-
     def __init__(self, world):
         self.world = world
 
@@ -87,7 +84,7 @@ class GlobalMemory:
         return Block(torch.where(mask, found, other))
 
     def _read_again(self, pointer):
-        """Who reads the same number twice in a row waits for it to change: so a loop that never ends is a deadlock."""
+        """A second read waits for the number to change, so an endless loop is a deadlock."""
         actor, place = self.world.me(), (pointer.flat.data_ptr(), pointer.at)
         known = actor.read
         if known is not None and known[0] == place:
@@ -115,8 +112,6 @@ class GlobalMemory:
 
 
 class Copies:
-    """Shared memory, and asynchronous copies between it and global memory, by descriptors."""
-
     def __init__(self, world):
         self.world = world
 
@@ -159,13 +154,13 @@ class Copies:
         self.world.pause()
 
     def wait_until_read(self, pending):
-        """Until all but `pending` sources have been read, and may be overwritten; others see the numbers later."""
+        """Until all but `pending` sources may be overwritten; others see the numbers later."""
         stores = self.world.me().stores
         while len(stores) > pending:
             stores.pop(0)()
 
     def wait_until_seen(self):
-        """Until others see what was sent. They see it in any order."""
+        """Until others see what was sent, in any order."""
         self.wait_until_read(0)
         unseen = self.world.me().unseen
         while unseen:
@@ -178,7 +173,7 @@ class Barriers:
 
     def __init__(self, world):
         self.world = world
-        self.named = {}  # of each program and number: the threads that have arrived, and how often all had
+        self.named = {}
 
     def wait(self, bar, phase):
         self.world.pause(lambda: bar.phase != phase)
@@ -196,7 +191,6 @@ class Barriers:
         self.arrive(bar)
 
     def by_number(self, operation, number, threads):
-        """`bar.sync` or `bar.arrive` of PTX."""
         me = self.world.me().program, number
         arrived, passed = self.named.get(me, (0, 0))
         arrived += self.world.threads
@@ -206,8 +200,6 @@ class Barriers:
 
 
 class Products:
-    """Matrix instructions of a warp group: they retire in order, when they are waited for."""
-
     def __init__(self, world):
         self.world = world
 
@@ -232,9 +224,9 @@ class Products:
 
 
 class Assembly:
-    """The inline PTX of the kernels. Text that is not known here is an error."""
+    """Inline PTX; unknown text is an error."""
 
-    # Each thread keeps its own number; the interpreter has one memory for all, so a fence orders nothing more.
+    # The interpreter has one memory for all threads.
     UNCHANGED = (
         "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;",
         "mov.b32 $0, $1;",
@@ -303,7 +295,6 @@ def _number_or_block(x):
 
 
 def cast(x, dtype, bitcast=False):
-    """A number keeps its value, and PyTorch takes it as it comes; a bitcast is between int32 and fp32."""
     if not bitcast:
         return x
     return torch.tensor(x, dtype=torch.float32 if dtype == torch.int32 else torch.int32).view(dtype).item()

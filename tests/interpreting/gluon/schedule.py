@@ -1,7 +1,6 @@
 """The actors of a launch, the copies under way, and whose turn is next.
 
-Only one thread runs at a time. It goes on until it pauses, and hands its turn over itself: with a scheduler in a thread
-of its own, every step would change threads twice.
+The running thread hands its turn over itself: a scheduler would change threads twice a step.
 """
 
 import sys
@@ -12,18 +11,18 @@ _HERE = str(Path(__file__).parent)
 
 
 class Deadlock(AssertionError):
-    """No actor can go on."""
+    pass
 
 
 class _Stopped(BaseException):
-    """Ends the thread of an actor whose launch has ended without it; not an Exception, so that no kernel catches it."""
+    """Ends an actor's thread; not an Exception, so that no kernel catches it."""
 
 
 class Actor:
     """A partition of a program.
 
-    `products` and `stores`: the asynchronous operations it has begun and not waited for. `unseen`: writes to global
-    memory whose source has been read, and which others cannot see yet. `read`: what it read last by a volatile load.
+    `products`, `stores`: operations not waited for. `unseen`: writes to global memory that others cannot see yet.
+    `read`: the last volatile load.
     """
 
     def __init__(self, world, run, program, programs):
@@ -52,7 +51,6 @@ class Actor:
             self.world.end(error)
 
     def whereabouts(self):
-        """The lines of the kernel that the actor is at, and its numbers there."""
         frame, lines = sys._current_frames()[self.thread.ident], []
         while frame is not None:
             path = frame.f_code.co_filename
@@ -64,14 +62,12 @@ class Actor:
 
 
 class Copy:
-    """A copy to shared memory under way: it may arrive at any turn."""
-
     def __init__(self, arrive, speed):
         self.arrive, self.speed = arrive, speed
 
 
 class World:
-    """A launch. `threads`: of a partition that multiplies. `fenced`: the `unfenced` of every shared allocation."""
+    """A launch. `fenced`: the `unfenced` of every shared allocation."""
 
     def __init__(self, draw, threads):
         self.draw, self.threads = draw, threads
@@ -97,7 +93,7 @@ class World:
                     actor.turn.release()
 
     def go_on(self, me=None):
-        """Draws whose turn is next, and returns whether it is mine. A drawn copy arrives, and the draw is repeated."""
+        """Draws whose turn is next; returns whether it is mine. A drawn copy arrives."""
         while not all(actor.done for actor in self.actors):
             choices = [a for a in self.actors if not a.done and a.ready()] + self.copies
             if not choices:
@@ -118,7 +114,7 @@ class World:
             self.ended.release()
 
     def speed(self):
-        """How often an actor or a copy is drawn: some run far ahead of others, and some copies take long."""
+        """Some actors run far ahead, and some copies take long."""
         return 10.0 ** self.draw.uniform(-1.5, 1.5)
 
     def pause(self, ready=lambda: True):
@@ -137,7 +133,7 @@ class World:
 
 
 def _taken_lock():
-    """A lock that another thread releases: a semaphore of one, which Python's own is in many steps."""
+    """A lock that another thread may release."""
     lock = threading.Lock()
     lock.acquire()
     return lock

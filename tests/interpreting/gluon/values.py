@@ -1,5 +1,3 @@
-"""What a kernel holds: blocks in registers, pointers, descriptors, shared memory, barriers and products."""
-
 import threading
 from types import SimpleNamespace
 
@@ -7,7 +5,7 @@ import torch
 
 
 class Block:
-    """A tensor in registers. Operators are those of PyTorch, on blocks and on plain numbers."""
+    """A tensor in registers. Operators are PyTorch's, on blocks and on plain numbers."""
 
     def __init__(self, value):
         self.value = value
@@ -54,7 +52,6 @@ def plain(x):
 
 
 def as_tensor(x, like):
-    """A number in the dtype of the operand beside it, or in the one that Triton gives it."""
     if isinstance(x, Block):
         return x.value
     alone = {int: torch.int32, float: torch.float32}
@@ -87,7 +84,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A tensor descriptor, made from the launcher's. Boxes may reach past the tensor's end, not before its start."""
+    """Boxes may reach past the tensor's end, not before its start."""
 
     def __init__(self, told):
         assert all(stride * told.base.element_size() % 16 == 0 for stride in told.strides[:-1])  # as TMA requires
@@ -96,7 +93,6 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=torch.Size(self.box).numel() * told.base.element_size())
 
     def _overlap(self, coordinates):
-        """The part of the tensor that a box covers, and the same part of the box."""
         ends = [min(c + b, n) for c, b, n in zip(coordinates, self.box, self.tensor.shape, strict=True)]
         assert all(c >= 0 for c in coordinates)
         inside = tuple(slice(c, max(c, end)) for c, end in zip(coordinates, ends, strict=True))
@@ -120,8 +116,7 @@ class Descriptor:
 class Shared:
     """Shared memory, or a view of it.
 
-    `unfenced`: the threads that have stored to the allocation, and have not fenced it since. All views share the list.
-    Matrix instructions and copies go by another path to shared memory than stores do, and must not overtake them.
+    `unfenced`: the threads with stores that are not fenced. Matrix instructions and copies must not overtake them.
     """
 
     def __init__(self, value, unfenced):
@@ -130,7 +125,7 @@ class Shared:
 
     @classmethod
     def allocated(cls, dtype, shape, unfenced):
-        """Floating-point numbers are NaN, so that reading them before anything is written shows."""
+        """NaN, so that reading before writing shows."""
         return cls(torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype), unfenced)
 
     def assert_fenced(self):
@@ -159,7 +154,7 @@ class Shared:
 
 
 class Barrier:
-    """An mbarrier, as in the PTX manual: its phase turns when all arrivals and all bytes that it expects have come."""
+    """Its phase turns when all expected arrivals and bytes have come."""
 
     def __init__(self):
         self.expected = self.pending = self.bytes = self.phase = 0
@@ -182,8 +177,6 @@ class Barrier:
 
 
 class Product:
-    """A matrix instruction that may not have read its operands yet; `result` is None until it has."""
-
     def __init__(self, a, b, acc, use_acc):
         self.a, self.b, self.acc, self.use_acc, self.result = a, b, acc, use_acc, None
 

@@ -1,5 +1,3 @@
-"""Butterflies: flat, with any radix, with global blocks, staged over the layers, over an image."""
-
 from __future__ import annotations
 
 from torch import Tensor
@@ -11,7 +9,6 @@ from sparseflash import BlockMask, masks
 
 
 def one_bit(x: Tensor) -> Tensor:
-    """Whether at most one bit is set."""
     return (x & (x - 1)) == 0
 
 
@@ -25,7 +22,7 @@ def one_digit(i: Tensor, j: Tensor, radix: int, count: int) -> Tensor:
 
 
 def multiple_of_power(distance: Tensor, radix: int, count: int) -> Tensor:
-    """Whether a distance is 0, or a power of the radix below `count` times a number from 1 to radix - 1."""
+    """Whether a distance is 0, or a power of the radix times a number from 1 to radix - 1."""
     found, stride = distance == 0, 1
     while stride < count:
         found = found | ((distance % stride == 0) & (distance >= 0) & (distance < stride * radix))
@@ -34,13 +31,12 @@ def multiple_of_power(distance: Tensor, radix: int, count: int) -> Tensor:
 
 
 def every_layer(tokens: int, block: int, causal: bool) -> list[BlockMask]:
-    """One round of the staged form: a mask for each stride."""
     strides = max(1, (-(-tokens // block) - 1).bit_length())
     return [masks.butterfly(tokens, block=block, causal=causal, layer=layer) for layer in range(strides)]
 
 
 def of_image(q: Tensor, k: Tensor, tokens: int, across: int) -> Tensor:
-    """The butterfly of an image whose cells are `across` pixels in a row."""
+    """For cells of `across` pixels in a row."""
     width = sides(tokens)[1]
     return one_bit((q // width) ^ (k // width)) & one_bit((q % width // across) ^ (k % width // across))
 

@@ -1,4 +1,4 @@
-"""Patterns chosen from data, here from seeded queries and keys that change slowly, so that neighbours are similar."""
+"""Patterns chosen from seeded queries and keys that change slowly."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from sparseflash import BlockMask, masks
 GROUP = "chosen from data, seeded here"
 
 
-@lru_cache(maxsize=1)  # so that building a mask again times only the choice, not the drawing
+@lru_cache(maxsize=1)  # so that building again times only the choice
 def queries_and_keys(tokens: int) -> tuple[Tensor, Tensor]:
-    """`q, k [1, 1, N, 32]`, interpolated linearly between random vectors every 64 tokens. The queries' vectors are the
-    keys' plus others of their own.
-    """
+    """`[1, 1, N, 32]`, interpolated between random vectors every 64 tokens."""
     generator = torch.Generator().manual_seed(0)
     shared, own = torch.randn(2, 1, 32, max(2, tokens // 64), generator=generator)
     q, k = (
@@ -30,7 +28,7 @@ def queries_and_keys(tokens: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def drawn_keys(tokens: int) -> Tensor:
-    """`[N, 16]`: 16 keys drawn for each group of 16 queries; those that lie in the future are dropped."""
+    """`[N, 16]`: 16 keys drawn for each 16 queries."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(tokens, (-(-tokens // 16), 16), generator=generator).repeat_interleave(16, 0)[:tokens]
 
@@ -40,7 +38,7 @@ def scored(tokens: int, block: int) -> Tensor:
 
 
 def runs(tokens: int, span: int) -> Tensor:
-    """MoBA's scores `[1, 1, N, N / span]` of each query with the mean of each run of keys; its own run ranks first."""
+    """MoBA's scores `[1, 1, N, N / span]` of each query with the mean of each run of keys."""
     q, k = queries_and_keys(tokens)
     scores = q @ k.unflatten(2, (-1, span)).mean(3).transpose(2, 3)
     return scores.scatter(3, (torch.arange(tokens, device=q.device) // span)[None, None, :, None], torch.inf)

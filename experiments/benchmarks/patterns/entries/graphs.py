@@ -1,4 +1,4 @@
-"""Random graphs of blocks. They have no formula, so no `mask_mod` either."""
+"""Random graphs of blocks have no formula."""
 
 from __future__ import annotations
 

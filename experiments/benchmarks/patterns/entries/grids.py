@@ -27,8 +27,6 @@ def on_grid(
     shape_of: Callable[[int], Sequence[int]] = sides,
     places_of: Callable[[Tensor, Sequence[int], int], list[Tensor]] = lambda x, shape, block: places(x, shape),
 ) -> Live:
-    """The rule that requires `axis` on every axis."""
-
     def live(h: Tensor, q: Tensor, k: Tensor, n: int, block: int) -> Tensor:
         shape = shape_of(n)
         found = (q >= 0) & (k >= 0)
@@ -70,7 +68,6 @@ def with_gaps(window: int, dilation: int) -> Axis:
 
 
 def video_window(q: Tensor, k: Tensor, shape: Sequence[int]) -> Tensor:
-    """The rule of "neighborhood, video"."""
     found = (q >= 0) & (k >= 0)
     for x, y, side, width in zip(places(q, shape), places(k, shape), shape, (3, 7, 7)):
         found = found & shifted(width)(x, y, side)
@@ -78,20 +75,16 @@ def video_window(q: Tensor, k: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def tiles_near(x: Tensor, y: Tensor, side: int, tile: int) -> Tensor:
-    """The axis rule of sliding tiles, three tiles wide if there are three."""
     count = side // tile
     return shifted(min(3, count))(x // tile, y // tile, count)
 
 
 def sliding(n: int, block: int, shape: Sequence[int], tile: Sequence[int]) -> BlockMask:
-    """Sliding tiles, each of one block, in the order of tiles."""
     window = [min(3 * length, side) for length, side in zip(tile, shape)]
     return masks.sliding_tiles(shape, window=window, tile=tile, order=masks.order.tiles(shape, tile), block=block)
 
 
 def sliding_live(shape_of: Callable[[int], Sequence[int]]) -> Live:
-    """The rule of `sliding`."""
-
     def live(h: Tensor, q: Tensor, k: Tensor, n: int, block: int) -> Tensor:
         shape, tile = shape_of(n), shape_of(block)
         found = (q >= 0) & (k >= 0)
@@ -103,13 +96,11 @@ def sliding_live(shape_of: Callable[[int], Sequence[int]]) -> Live:
 
 
 def window(n: int, block: int, order: Callable[[Sequence[int]], Tensor] | None = None) -> BlockMask:
-    """A window on an image, in an order of the tokens."""
     shape = sides(n)
     return masks.neighborhood(shape, window=WINDOW, order=None if order is None else order(shape), block=block)
 
 
 def cross(q: Tensor, k: Tensor, n: int, places_of: Callable[[Tensor, Sequence[int]], list[Tensor]]) -> Tensor:
-    """The same row or the same column."""
     shape = sides(n)
     (row, column), (other_row, other_column) = places_of(q, shape), places_of(k, shape)
     return (row == other_row) | (column == other_column)

@@ -29,12 +29,10 @@ def volume(tokens: int) -> tuple[int, int, int]:
 
 
 def places(x: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    """The coordinates of token x in row-major order."""
     return [x // prod(shape[axis + 1 :]) % side for axis, side in enumerate(shape)]
 
 
 def places_in_tiles(x: Tensor, shape: Sequence[int], tile: Sequence[int]) -> list[Tensor]:
-    """The coordinates of token x in the order of tiles."""
     size = prod(tile)
     outer = places(x // size, [side // length for side, length in zip(shape, tile)])
     inner = places(x % size, tile)
@@ -42,7 +40,7 @@ def places_in_tiles(x: Tensor, shape: Sequence[int], tile: Sequence[int]) -> lis
 
 
 def places_on_curve(x: Tensor, shape: tuple[int, int]) -> list[Tensor]:
-    """The coordinates of token x in Morton order, on an image at most twice as wide as it is high."""
+    """On an image at most twice as wide as it is high."""
     row, column = x * 0, x * 0
     for bit in range(_bits(shape[1])):
         column = column | (x >> 2 * bit & 1) << bit
@@ -51,7 +49,6 @@ def places_on_curve(x: Tensor, shape: tuple[int, int]) -> list[Tensor]:
 
 
 def places_by_residue(x: Tensor, shape: Sequence[int], step: int) -> list[Tensor]:
-    """The coordinates of token x in the order of residues modulo `step`."""
     smaller = [side // step for side in shape]
     size = prod(smaller)
     residues = places(x // size, [step] * len(shape))

@@ -1,5 +1,3 @@
-"""Basic patterns and sliding windows."""
-
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
@@ -13,19 +11,16 @@ from sparseflash import masks
 DOCUMENTS = (300, 84, 512, 128)
 
 COLUMNS, DIAGONALS = (0, 1, 2, 3, 100, 357, 640), (*range(32), 128, 300, 517)
-# Columns and diagonals of two heads.
 OF_HEAD = ((COLUMNS, DIAGONALS), ((0, 1, 2, 3), (*range(64), 256, 512)))
 
 
 def document_lengths(tokens: int) -> list[int]:
-    """The lengths of the documents of a sequence, whose end cuts the last one."""
     rounds = -(-tokens // sum(DOCUMENTS))
     ends = [0, *(min(end, tokens) for end in accumulate(DOCUMENTS * rounds))]
     return [end - start for start, end in pairwise(ends)]
 
 
 def document(x: Tensor) -> Tensor:
-    """The index of a token's document."""
     number = x // sum(DOCUMENTS) * len(DOCUMENTS)
     for end in list(accumulate(DOCUMENTS))[:-1]:
         number = number + (x % sum(DOCUMENTS) >= end)
@@ -33,7 +28,6 @@ def document(x: Tensor) -> Tensor:
 
 
 def among(x: Tensor, numbers: tuple[int, ...]) -> Tensor:
-    """Whether x is one of the numbers."""
     found = x < 0
     for number in numbers:
         found = found | (x == number)
@@ -41,7 +35,6 @@ def among(x: Tensor, numbers: tuple[int, ...]) -> Tensor:
 
 
 def by_head(h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """The rule of "vertical_slash, per head"."""
     seen = q < 0
     for head, (columns, diagonals) in enumerate(OF_HEAD):
         seen = seen | ((h == head) & (among(k, columns) | among(q - k, diagonals)))

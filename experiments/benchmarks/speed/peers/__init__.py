@@ -1,7 +1,7 @@
 """The implementations that are measured, one file each. A peer is a function, and is listed in `PEERS` here.
 
-It takes the case, its pattern and the inputs of ours, and returns a `Runner`; it raises `Unavailable` with the reason
-where it cannot serve the case. Any other exception is reported as the peer's failure, and the run goes on.
+It takes the case, its pattern and our inputs, and returns a `Runner`, or raises `Unavailable`. Other exceptions are
+reported as its failure.
 
 May import the library, `harness` and `speed`.
 """
@@ -41,12 +41,11 @@ DEFAULT_PEERS = {
 
 
 def runner_of(name: str, case: Case, live: Pattern, inputs: Inputs) -> Runner:
-    """The implementation with this name, ready to be called: a peer, or ours."""
     return PEERS.get(name, ours)(case, live, inputs)
 
 
 def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
-    """The peers of a list with commas, each once; "none" stands for none. Raises ValueError for unknown names."""
+    """Names with commas; "none" stands for none. Raises ValueError for unknown names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
     if unknown := [name for name in names if name not in offered]:
         raise ValueError(f"--peers must be from {', '.join(offered)}; got {', '.join(unknown)}.")

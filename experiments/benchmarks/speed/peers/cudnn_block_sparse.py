@@ -1,7 +1,6 @@
 """cuDNN's block-sparse attention (`nvidia-cudnn-frontend`, in the CuTe DSL): full tiles, in blocks of 64 or 128.
 
-Written for 1.32.0, whose backward takes D = 128 alone on Hopper. Lists are `[B, H, M, longest row]`, so heads that
-share a mask have a copy each.
+Written for 1.32.0, whose backward takes D = 128 alone on Hopper. Lists are `[B, H, M, longest row]`.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ BLOCKS = (64, 128)
 
 
 class Package(NamedTuple):
-    """The functions of the package that are used."""
-
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
 
 def load() -> Package:
-    """The package; raises Unavailable with the reason if it is not installed or cannot be imported."""
+    """Raises Unavailable if it cannot be imported."""
     try:
         from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
     except ImportError as failure:
@@ -53,7 +50,6 @@ class _Attention(torch.autograd.Function):
 
 
 def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
-    """The arguments of both passes for the mask."""
     flex = flex_mask(pattern)
     if bool(flex.kv_num_blocks.any()):
         raise Unavailable("full tiles only")
@@ -70,13 +66,11 @@ def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
 
 
 def cudnn_sparse(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """cuDNN's kernels for lists of full tiles; they have no autotuning."""
     require_half_on_gpu(case, inputs)
     return runner(case, pattern, inputs, load())
 
 
 def runner(case: Case, pattern: Pattern, inputs: Inputs, package: Package) -> Runner:
-    """`cudnn_sparse` with a given package."""
     options = arguments(case, pattern)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

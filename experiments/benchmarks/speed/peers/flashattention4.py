@@ -1,8 +1,6 @@
-"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL). Dense, causal and window masks use its own arguments, documents its
-packed sequences, all others block-sparse lists from `sparseflash.interop.fa4`.
-
-Inputs have its layout, [B, N, H, D], from the start, so no copy is timed.
-"""
+"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL): its own arguments for dense, causal and window masks, its packed
+sequences for documents, block-sparse lists of `sparseflash.interop.fa4` for all others. Inputs have its layout, [B,
+N, H, D], from the start, so no copy is timed."""
 
 from __future__ import annotations
 
@@ -22,15 +20,13 @@ from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
 
 
 class Package(NamedTuple):
-    """The parts of the package that are used."""
-
     attention: Callable[..., tuple[Tensor, Tensor | None]]
     tensors: Callable[..., Any]  # BlockSparseTensorsTorch
     cute: Any  # cutlass.cute
 
 
 def load() -> Package:
-    """The package; raises Unavailable with the reason if it is not installed or cannot be imported."""
+    """Raises Unavailable if it cannot be imported."""
     try:
         from cutlass import cute
         from flash_attn.cute import flash_attn_func
@@ -41,7 +37,7 @@ def load() -> Package:
 
 
 def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
-    """The element rule with FA4's arguments, compiled into its kernel."""
+    """The rule with FA4's arguments, compiled into its kernel."""
 
     @package.cute.jit  # type: ignore[untyped-decorator]
     def live(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
@@ -51,9 +47,8 @@ def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
 
 
 def small_blocks(pattern: Pattern) -> tuple[BlockSparseTensors, BlockSparseTensors]:
-    """The lists of a mask whose blocks `to_fa4` refuses because FA4 does not train with them. FA4 may still run a pass:
-    4.0.0b36 has a forward for blocks of 64 on Hopper. If it cannot, it raises an error when it is called.
-    """
+    """Blocks that `to_fa4` refuses because FA4 does not train with them. 4.0.0b36 has a forward for blocks of 64 on
+    Hopper."""
     flex, size = flex_mask(pattern), pattern.mask.block_q
     rows = flex.kv_num_blocks, flex.kv_indices, flex.full_kv_num_blocks, flex.full_kv_indices
     columns = flex.q_num_blocks, flex.q_indices, flex.full_q_num_blocks, flex.full_q_indices
@@ -65,12 +60,11 @@ def small_blocks(pattern: Pattern) -> tuple[BlockSparseTensors, BlockSparseTenso
 
 
 def _cut(indices: Tensor, counts: Tensor) -> Tensor:
-    """Lists as long as the longest."""
+    """As long as the longest."""
     return indices[..., : max(1, int(counts.max()))].contiguous()
 
 
 def arguments(case: Case, pattern: Pattern, package: Package) -> dict[str, Any]:
-    """The arguments of `flash_attn_func` for the mask."""
     if case.kind in READS_MEMORY:
         raise Unavailable("its rules read no memory")
     if case.kind == "dense":
@@ -85,7 +79,6 @@ def arguments(case: Case, pattern: Pattern, package: Package) -> dict[str, Any]:
 
 
 def of_mask(mask: BlockMask, rule: Rule | None, package: Package) -> dict[str, Any]:
-    """The arguments for a mask in blocks of 128, with the rule of its partial tiles."""
     forward, backward, _ = to_fa4(mask, partial=rule is not None)
     return _of_lists(forward, backward, rule, package)
 
@@ -101,14 +94,12 @@ def _of_lists(
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-4 with its default configuration, which adds gradients in any order."""
+    """The default, which adds gradients in any order."""
     return _runner(case, pattern, inputs)
 
 
 def fa4_deterministic(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-4 with deterministic gradients, as ours are. In this mode, 4.0.0b36 asserts on Hopper that it has
-    no block-sparse lists.
-    """
+    """With deterministic gradients, as ours. In this mode 4.0.0b36 has no block-sparse lists on Hopper."""
     if case.kind not in ("dense", "causal") and window_of(case) is None:
         raise Unavailable("its deterministic backward has dense, causal and window masks only")
     return _runner(case, pattern, inputs, deterministic=True)

@@ -1,7 +1,5 @@
-"""FlashInfer (`flashinfer-python`, written for 0.7.2.post1): attention of chosen blocks, forward alone, and decoding.
-
-Its wrappers plan on the host and then run many times. Functions here plan, and return the call that is to be timed.
-"""
+"""FlashInfer (`flashinfer-python`, written for 0.7.2.post1): chosen blocks, forward alone, and decoding. Functions here
+plan on the host, and return the call to time."""
 
 from __future__ import annotations
 
@@ -19,8 +17,6 @@ WORKSPACE = 256 * 2**20  # bytes; its documentation recommends 128 MB
 
 
 class Package(NamedTuple):
-    """The parts of the package that are used, under its names."""
-
     BlockSparseAttentionWrapper: Callable[..., Any]
     VariableBlockSparseAttentionWrapper: Callable[..., Any]
     BatchDecodeWithPagedKVCacheWrapper: Callable[..., Any]
@@ -28,7 +24,7 @@ class Package(NamedTuple):
 
 
 def load() -> Package:
-    """The package; raises Unavailable with the reason if it is not installed or cannot be imported."""
+    """Raises Unavailable if it cannot be imported."""
     try:
         import flashinfer
     except ImportError as failure:
@@ -43,10 +39,10 @@ def _workspace(device: torch.device) -> Tensor:
 def masks_of_heads(
     mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, backend: str = "auto"
 ) -> Callable[[], Tensor]:
-    """The wrapper with a mask for each head of keys. It copies q and the output into and out of its own order.
+    """A mask for each head of keys. The wrapper copies q and the output into and out of its own order.
 
-    With `causal` its kernels align the queries of a row with the last keys that the row lists. Those must be the row's
-    own block, and blocks are listed in order.
+    With `causal` its kernels align the queries of a row with the last keys that the row lists: the row's own block, as
+    blocks are in order.
     """
     wrapper = load().VariableBlockSparseAttentionWrapper(_workspace(q.device), backend=backend)
     layout = _layout(mask, q, k)
@@ -56,9 +52,8 @@ def masks_of_heads(
 
 
 def heads_as_rows(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Callable[[], Tensor]:
-    """The same attention by the wrapper with one mask for all heads: heads of keys are concatenated into one sequence,
-    with whole blocks as pages. Tensors have the wrapper's order from the start, so none is copied.
-    """
+    """One mask for all heads: heads of keys are concatenated into one sequence, with whole blocks as pages. Tensors
+    have the wrapper's order from the start."""
     wrapper = load().BlockSparseAttentionWrapper(_workspace(q.device))
     layout = _layout(mask, q, k)
     groups, tokens = k.shape[1], q.shape[2]
@@ -73,7 +68,7 @@ def heads_as_rows(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: b
 
 
 def _layout(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
-    """Bool [Hkv, M, N]: the blocks of each head of keys, whose query heads share them."""
+    """Bool [Hkv, M, N]: the blocks of each head of keys."""
     return mask.to_layout()[0, :: q.shape[1] // k.shape[1]]
 
 
@@ -83,7 +78,7 @@ def decode_paged(
     """New tokens over caches in pages `[pages, Hkv, page, D]`, each sequence's table of pages full."""
     batch, heads, new, dim = q.shape
     kv_heads, page = k_cache.shape[1:3]
-    # Tensor cores, as SGLang decides for groups of four query heads and more; new tokens are rows like heads there.
+    # Tensor cores, as SGLang decides for groups of four query heads and more.
     wrapper = load().BatchDecodeWithPagedKVCacheWrapper(_workspace(q.device), "NHD", use_tensor_cores=True)
     wrapper.plan(
         torch.arange(batch + 1, dtype=torch.int32) * block_table.shape[1], block_table.flatten(),
@@ -96,6 +91,6 @@ def decode_paged(
 
 
 def decode_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """One new token of one sequence over contiguous keys; needs no plan."""
+    """One new token of one sequence; needs no plan."""
     run = load().single_decode_with_kv_cache
     return lambda: run(q[0, :, 0], k[0], v[0], kv_layout="HND", use_tensor_cores=True)[None, :, None]

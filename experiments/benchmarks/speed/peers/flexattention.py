@@ -1,7 +1,6 @@
 """FlexAttention, compiled, with its BlockMask converted from ours.
 
-`create_block_mask` evaluates N x N scores (gigabytes at these lengths, or minutes of compilation) and produces the same
-lists. Masks of the same shape whose blocks are all full share one compiled kernel.
+`create_block_mask` would evaluate N x N scores and produce the same lists.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sparseflash.interop import to_flex
 
 
 def flex_mask(pattern: Pattern) -> FlexMask:
-    """FlexAttention's mask. Full tiles need no rule, and none is compiled for masks of full tiles alone."""
+    """None is compiled for masks of full tiles alone."""
     return to_flex(pattern.mask, mask_mod=pattern.rule or noop_mask)
 
 
@@ -31,18 +30,16 @@ def compiled(mode: str | None) -> Callable[..., Tensor]:
     import torch._dynamo
     import torch._functorch.config
 
-    # Every shape and every mask_mod has its own graph, some hundreds in a whole run; past the default limits (8 for a
-    # function, 256 in all) nothing would be compiled.
+    # Every shape and every mask_mod has its own graph; past the default limits nothing would be compiled.
     torch._dynamo.config.recompile_limit = 2048
     torch._dynamo.config.accumulated_recompile_limit = 2048
-    # The backward is timed on a retained graph, which does not work with donated buffers.
+    # Retained graphs do not work with donated buffers.
     torch._functorch.config.donated_buffer = False
-    # fullgraph: raise an error for code that cannot be compiled, instead of running N x N scores in eager mode.
+    # fullgraph: an error, instead of N x N scores in eager mode.
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
 
 
 def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
-    """The arguments of `flex_attention` for the mask and the grouping of heads."""
     options: dict[str, Any] = {}
     if case.kind != "dense":
         options["block_mask"] = flex_mask(pattern)
@@ -54,10 +51,8 @@ def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
 
 
 def small_tiles(block: int) -> dict[str, int]:
-    """`kernel_options` for masks with blocks of fewer than 128 tokens, which its default tiles do not fit.
-
-    The backward takes no such options (PyTorch 2.11) and raises an error if its own choice does not fit.
-    """
+    """`kernel_options` for blocks of fewer than 128 tokens. The backward takes none (PyTorch 2.11) and raises an error
+    if its choice does not fit."""
     tile = {"BLOCK_M": block, "BLOCK_N": block, "num_warps": 4}
     return {f"fwd_{name}": value for name, value in tile.items()}
 
@@ -70,12 +65,12 @@ def _runner(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None) -> R
 
 
 def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention with PyTorch's default configuration, and with forward tiles cut to small mask blocks."""
+    """PyTorch's default configuration; forward tiles are cut to small mask blocks."""
     return _runner(case, pattern, inputs, None)
 
 
 def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlexAttention tuned by torch.compile, which takes more than a minute of compilation for each shape."""
+    """Tuned by torch.compile: over a minute for each shape."""
     if not case.tuned:
         raise Unavailable("tuning takes over a minute a shape: see the group tuned, or give --flex-autotune")
     return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")

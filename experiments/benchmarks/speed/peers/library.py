@@ -1,5 +1,3 @@
-"""sparseflash itself: the default kernels for the device, kernels by name, and the dense reference."""
-
 from __future__ import annotations
 
 import torch
@@ -12,18 +10,16 @@ from sparseflash import attention, masks
 from sparseflash.attention import Backend
 from sparseflash.varlen import attention_varlen
 
-# The reference holds several N x N matrices for each head.
 REFERENCE_LIMIT = 4096  # tokens
 
 
 def ours(case: Case, pattern: Pattern, inputs: Inputs, backend: Backend | None = None) -> Runner:
-    """`attention` with the mask of the case; workloads without a mask have none, as in models."""
+    """`attention` with the mask of the case; dense workloads have none, as in models."""
     mask = None if case.kind == "dense" and case.group == ON_REQUEST else pattern.mask
     return Runner(lambda q, k, v: attention(q, k, v, mask, backend=backend), inputs)
 
 
 def varlen(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """`attention_varlen` over packed documents."""
     if case.kind != "documents":
         raise Unavailable("documents only")
     ends = torch.tensor([0, *lengths_of(case)]).cumsum(0)
@@ -31,7 +27,7 @@ def varlen(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 
 def reference(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The library's dense reference in plain PyTorch, for short lengths."""
+    """Dense, in plain PyTorch."""
     if case.length > REFERENCE_LIMIT:
         raise Unavailable(f"dense, so for at most {REFERENCE_LIMIT} tokens")
     return ours(case, pattern, inputs, backend="reference")

@@ -17,9 +17,7 @@ from experiments.benchmarks.speed.patterns import Pattern
 
 @dataclass(frozen=True)
 class Inputs:
-    """q, k and v, which are leaves that require grad, and the output's gradient, as [B, H, N, D] or in a peer's own
-    order. k and v may have fewer heads than q.
-    """
+    """q, k and v, leaves that require grad, and the output's gradient, as [B, H, N, D] or in a peer's own order."""
 
     q: Tensor
     k: Tensor
@@ -32,17 +30,14 @@ class Inputs:
 
 
 def as_given(tensor: Tensor) -> Tensor:
-    """The tensor itself, for peers whose order is [B, H, N, D]."""
+    """For peers whose order is [B, H, N, D]."""
     return tensor
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One implementation, ready to be called on inputs in its own order.
-
-    `call(q, k, v)` returns the output. `context()` is entered around whole loops of calls, so its cost is not timed.
-    `to_bhnd` converts an output or a gradient to [B, H, N, D], only for comparison.
-    """
+    """An implementation, ready to be called on inputs in its own order. `context()` is entered around loops of calls;
+    `to_bhnd` converts outputs and gradients for comparison."""
 
     call: Callable[[Tensor, Tensor, Tensor], Tensor]
     inputs: Inputs
@@ -50,21 +45,18 @@ class Runner:
     to_bhnd: Callable[[Tensor], Tensor] = as_given
 
     def forward(self) -> Tensor:
-        """A call whose output can be differentiated."""
         return self.call(self.inputs.q, self.inputs.k, self.inputs.v)
 
     def gradients(self, out: Tensor, *, retain_graph: bool = False) -> tuple[Tensor, ...]:
-        """The gradients of q, k and v, from an output of `forward`."""
         leaves = self.inputs.q, self.inputs.k, self.inputs.v
         return torch.autograd.grad(out, leaves, self.inputs.dout, retain_graph=retain_graph)
 
     def step(self) -> tuple[Tensor, ...]:
-        """The output and the gradients of q, k and v: one call forward and one backward."""
+        """The output and the gradients of q, k and v."""
         out = self.forward()
         return out.detach(), *self.gradients(out)
 
     def inference(self) -> Callable[[], Tensor]:
-        """A call on inputs that require no grad."""
         return partial(self.call, *(tensor.detach() for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)))
 
 
@@ -76,7 +68,7 @@ def packed(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> 
 
 
 def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
-    """Raises Unavailable unless the inputs are fp16 or bf16 on a GPU."""
+    """Raises Unavailable for fp32 and on a CPU."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if case.dtype not in (torch.float16, torch.bfloat16):
@@ -84,7 +76,7 @@ def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
 
 
 def planned(plan: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    """The call that `plan` returns. Planning happens in the first call, so a failure to plan is a failed call."""
+    """The call that `plan` returns, planned in the first call, whose failure is recorded."""
     once = cache(plan)
     return lambda: once()()
 

@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention, which has no sparse masks: dense and causal cases only."""
+"""PyTorch's scaled_dot_product_attention: dense and causal cases only."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
 
 
 def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The backend that PyTorch chooses. On a GPU only for fp32, because FA2 and cuDNN have their own rows."""
+    """PyTorch's choice. On a GPU only for fp32, because FA2 and cuDNN have rows of their own."""
     if inputs.q.device.type == "cuda" and case.dtype != torch.float32:
         raise Unavailable("fp32 only; FA2 and cuDNN are timed by name")
     return _runner(case, inputs, None)
 
 
 def sdpa_fa2(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-2 as PyTorch ships it."""
     return _runner(case, inputs, SDPBackend.FLASH_ATTENTION)
 
 
 def sdpa_cudnn(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """cuDNN's fused attention."""
     return _runner(case, inputs, SDPBackend.CUDNN_ATTENTION)

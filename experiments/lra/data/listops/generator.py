@@ -27,13 +27,13 @@ from experiments.training.workers import available_cores, worker_pool
 
 SPLITS = ("train", "val", "test")
 LABEL = "generator.json"
-DRAWS_PER_CHUNK = 4000  # about 350 expressions with the published bounds: 0.4 s of work, 2 MB to send
-FRUITLESS_CHUNKS = 50  # after this many in a row without a new expression, the bounds count as exhausted
+DRAWS_PER_CHUNK = 4000  # about 350 expressions: 0.4 s of work
+FRUITLESS_CHUNKS = 50  # then the bounds count as exhausted
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of generated data. Lengths count tokens without parentheses; both bounds are exclusive."""
+    """Lengths count tokens without parentheses; both bounds are exclusive."""
 
     longer_than: int = 500
     shorter_than: int = 2000
@@ -62,7 +62,7 @@ class Settings:
 
 
 def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
-    """The accepted expressions, as (Source, Target), of a fixed number of draws with the chunk's seed."""
+    """A fixed number of draws with the chunk's seed."""
     rng = random.Random(f"listops {settings.seed} {chunk}")
     rows = []
     for _ in range(DRAWS_PER_CHUNK):
@@ -73,7 +73,7 @@ def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
 
 
 def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, int]], None, None]:
-    """Endless chunks, in the same order for any number of workers; a few are drawn ahead."""
+    """In the same order for any number of workers."""
     if workers == 1:
         yield from (draw_chunk(settings, chunk) for chunk in count())
     with worker_pool(workers) as pool:
@@ -89,18 +89,14 @@ def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, i
 
 
 def draw_distinct(settings: Settings, workers: int) -> Generator[tuple[str, int], None, None]:
-    """Distinct expressions in chunk order; raises ValueError when the bounds are exhausted.
-
-    The original iterates over a Python set, in arbitrary order. The draws are independent, so any fixed order has the
-    same distribution.
-    """
+    """In chunk order; raises ValueError when the bounds are exhausted."""
     seen: set[bytes] = set()
     fruitless = 0
     with closing(draw_chunks(settings, workers)) as chunks:
         for rows in chunks:
             found_before = len(seen)
             for source, value in rows:
-                digest = blake2b(source.encode(), digest_size=16).digest()  # the texts themselves would take 600 MB
+                digest = blake2b(source.encode(), digest_size=16).digest()  # texts would take 600 MB
                 if digest not in seen:
                     seen.add(digest)
                     yield source, value
@@ -120,11 +116,7 @@ def generate(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda written: None,
 ) -> Path:
-    """Write the three splits below `parent` and return their folder. A complete folder is kept.
-
-    workers: the number of processes, by default one for each core; the files do not depend on it.
-    progress: called with the number of written expressions.
-    """
+    """A complete folder is kept; the files do not depend on the workers."""
     folder = parent / settings.folder_name
     if (folder / LABEL).exists():
         return folder
@@ -135,7 +127,7 @@ def generate(
             write_splits(rows, settings, unfinished, progress)
         label = {"generated": True, "task": "listops", **asdict(settings)}
         (unfinished / LABEL).write_text(json.dumps(label, indent=2) + "\n")
-        unfinished.chmod(0o755)  # mkdtemp makes the folder private
+        unfinished.chmod(0o755)
         os.replace(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -145,10 +137,11 @@ def generate(
 def write_splits(
     rows: Iterator[tuple[str, int]], settings: Settings, folder: Path, progress: Callable[[int], None]
 ) -> None:
-    """The three files, in the released format: a header, then expression, tab, value."""
+    """A header, then expression, tab, value."""
     written = 0
     for split, size in zip(SPLITS, settings.sizes, strict=True):
-        # newline="" keeps the line end of the csv module, "\r\n", as in the released files.
+        # "\r
+        # ", as in the released files.
         with open(folder / f"generated_{split}.tsv", "w", newline="") as file:
             writer = csv.writer(file, delimiter="\t")
             writer.writerow(["Source", "Target"])

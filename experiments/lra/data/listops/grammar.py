@@ -21,18 +21,18 @@ NAMES = (*map(str, range(10)), *OPERATORS, "]")
 
 MAX_DEPTH = 10  # levels, including the root
 MAX_ARGS = 10  # arguments of an operator
-OPERATOR_CHANCE = 0.25  # at every level, including the root; the last level has only digits
+OPERATOR_CHANCE = 0.25  # at every level, including the root
 
 
 def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] | None:
-    """Draw one expression; None if its length (in tokens) is not strictly between the two bounds.
+    """None if the length (in tokens) is not strictly between the bounds.
 
-    Most draws are rejected, so drawing stops as soon as the length can no longer fit, without printing or evaluating.
+    Drawing stops as soon as the length can no longer fit.
     """
     uniform = rng.random
     tokens: list[int] = []
     missing = [1]  # subtrees still to draw, for each open level
-    outstanding = 1  # their sum
+    outstanding = 1
     while missing:
         if missing[-1] == 0:
             missing.pop()
@@ -48,7 +48,6 @@ def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] |
         tokens.append(MIN + int(len(OPERATORS) * uniform()))
         missing.append(arguments)
         outstanding += arguments
-        # Each open operator still adds its closing token, each missing subtree at least one token.
         if len(tokens) + len(missing) - 1 + outstanding >= shorter_than:
             return None
     return tokens if longer_than < len(tokens) < shorter_than else None
@@ -70,7 +69,7 @@ def evaluate(tokens: list[int]) -> int:
 
 
 def apply(operator: int, arguments: list[int]) -> int:
-    """One operator on its arguments. The median of an even number of arguments is rounded down."""
+    """The median of an even number is rounded down."""
     if operator == MIN:
         return min(arguments)
     if operator == MAX:
@@ -82,14 +81,14 @@ def apply(operator: int, arguments: list[int]) -> int:
 
 
 def render(tokens: list[int]) -> str:
-    """Print an expression as in the released files: every operator applied to one argument at a time.
+    """As in the released files: every operator applied to one argument at a time.
 
     >>> render([MAX, 3, 4, CLOSE])
     '( ( ( [MAX 3 ) 4 ) ] )'
     """
     parts: list[str] = []
-    opened: list[int] = []  # the index in `parts` of each open operator
-    counts: list[int] = []  # the number of its arguments so far
+    opened: list[int] = []
+    counts: list[int] = []
     for token in tokens:
         if MIN <= token < CLOSE:
             opened.append(len(parts))

@@ -27,13 +27,12 @@ IDS_BY_BYTE = _ids_by_byte()
 
 
 def encode(source: bytes) -> bytes:
-    """Token ids of one printed expression, one byte each, without the parentheses, which all loaders drop.
+    """One byte each, without the parentheses.
 
     >>> list(encode(b"( ( ( [MAX 3 ) 4 ) ] )"))
     [12, 4, 5, 15]
 
-    Works on whole lines for speed: an operator becomes one letter, then every byte is looked up in a table. Raises
-      ValueError on anything that is not a token.
+    Raises ValueError on anything that is no token.
     """
     if any(letter in source for letter in LETTERS.values()):
         raise ValueError("holds a token that ListOps does not have")
@@ -47,7 +46,7 @@ def encode(source: bytes) -> bytes:
 
 
 def decode(ids: bytes) -> list[str]:
-    """The printed tokens of ids 1..15.
+    """Of ids 1..15.
 
     >>> decode(bytes([12, 4, 5, 15]))
     ['[MAX', '3', '4', ']']

@@ -259,7 +259,7 @@ def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, 
 class DistanceOnHopper(HopperKind):
     """A decay."""
 
-    learns = is_added = at_all_dims = reads_blocks = True
+    learns = is_added = at_all_dims = goes_beside = reads_blocks = True
     adds = "threads"
 
     def __init__(self, change: Any, request: HopperRequest, wanted: Sequence[bool]) -> None:

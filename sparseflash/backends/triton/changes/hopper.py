@@ -45,8 +45,8 @@ The warpgroups call, with `step` = `(number_s, stage, number of the step, of_tok
 - `apply(args, buffers, s, of_tile, step)`: new scores.
 - `apply_masked(args, s, of_tile)`: `(new scores, new of_tile)`, in tiles that are masked.
 - `of_rows(args, s, of_tile, qk_scale)`: `(new scores, what is to be added to exponents, new of_tile)`; see `adds`.
-- `derivative(args, p, s)`: p times the derivative of the modified scores s. Where one has it, s does not include -lse,
-  and dead scores are `backward.DEAD`.
+- `derivative(args, p, s, of_tile)`: p times the derivative of the modified scores s. Where one has it, s does not
+  include -lse, and dead scores are `backward.DEAD`.
 - `gradient(args, sums, ds, of_tile)`: the new sums.
 - `store(args, ds_s, step, batch, first_k)`: stores the gradients of a tile's scores, where these are the gradients of a
   tensor.
@@ -116,6 +116,8 @@ class HopperKind:
     learns = False
     is_added = False
     at_all_dims = False
+    # Whether the kernels have been tried with it beside others than a sink; `support.py` knows which others.
+    goes_beside = False
     # Names of its tensors as arguments of `combine_rows_kernel`, which completes the rows of chunks.
     merging: tuple[str, ...] = ()
 
@@ -195,6 +197,7 @@ class HopperChanges(Changes):
         self.KEEPS_BRANCH = any(each.keeps_branch for each in kinds)
         self.MAY_BE_NAN = any(each.may_be_nan for each in kinds)
         self.BY_THREAD = any(each.adds == "threads" for each in kinds)
+        self.LEAVES_TO_ROWS = any("of_rows" in each.functions for each in kinds)
         self.BYTES_OF_KEY = sum(each.bytes_of_key for each in kinds)
         maxima = {each.maxima for each in kinds}
         self.MAY_BE_COARSE = "coarse" in maxima

@@ -143,11 +143,11 @@ def exponentials(CHANGES: gl.constexpr, changes, s, of_tiles, qk_scale):
 
 
 @gluon.jit
-def times_derivatives(CHANGES: gl.constexpr, changes, p, s):
+def times_derivatives(CHANGES: gl.constexpr, changes, p, s, of_tiles):
     """The weights times the derivatives of the scores."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].derivative is not None:
-            p = CHANGES.kinds[i].derivative(CHANGES, i, changes[i], p, s)
+            p = CHANGES.kinds[i].derivative(CHANGES, i, changes[i], p, s, of_tiles[i])
     return p
 
 

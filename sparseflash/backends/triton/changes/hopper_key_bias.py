@@ -154,7 +154,7 @@ def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, 
 class KeyBiasOnHopper(HopperKind):
     """A key bias, which a kernel of its own prepares at every call: in pieces for the forward."""
 
-    learns = is_added = True
+    learns = is_added = goes_beside = True
     maxima = "coarse"
     adds = "rows"
 

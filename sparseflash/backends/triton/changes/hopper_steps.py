@@ -142,6 +142,18 @@ def changed_in_masked_tiles(
 
 
 @gluon.jit
+def left_to_rows(CHANGES: gl.constexpr, changes, s, of_tiles, item, BLOCK_N: gl.constexpr):
+    """`(scores, what is still to be added to them)` after `of_rows` of each score modification: a number for the tile,
+    or for each thread of a row.
+    """
+    added = 0.0
+    for i in gl.static_range(len(CHANGES.kinds)):
+        if CHANGES.kinds[i].of_rows is not None:
+            s, added = CHANGES.kinds[i].of_rows(CHANGES, i, changes[i], s, of_tiles[i], item, BLOCK_N)
+    return s, added
+
+
+@gluon.jit
 def finished_rows(CHANGES: gl.constexpr, changes, maximum, total, head):
     """`(maximum, total, factor of the accumulator)` at the end of an item. At most one has `finish_rows`."""
     factor = 1.0

@@ -77,7 +77,7 @@ def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximu
 class SinkOnHopper(HopperKind):
     """A sink. The backward's lse includes it."""
 
-    learns = at_all_dims = True
+    learns = at_all_dims = goes_beside = True
     merging = ("sink_ptr",)
 
     def __init__(self, change: Any, request: HopperRequest, wanted: Sequence[bool]) -> None:

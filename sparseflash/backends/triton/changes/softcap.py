@@ -103,7 +103,7 @@ def hopper_apply_again(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffer
 
 
 @gluon.jit
-def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s):
+def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s, of_tile):
     """Multiplies by the derivative of the cap."""
     return p * (1.0 - s * s)
 
@@ -111,7 +111,7 @@ def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s):
 class SoftcapOnHopper(HopperKind):
     """A soft cap."""
 
-    at_all_dims = keeps_branch = True
+    at_all_dims = goes_beside = keeps_branch = True
 
     @classmethod
     def unit(cls, change: Any) -> float | None:

@@ -75,10 +75,10 @@ class Call:
             walk = "pages"
         strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
         changes = Changes.of(of.changes)
-        is_changed = changes.constants[-1]
+        is_capped, is_log, is_changed = changes.constants
         shape = Shape(
             dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision,
-            *changes.constants, q.dtype.itemsize == 2 and not INTERPRETED,
+            is_capped, is_log, is_changed, q.dtype.itemsize == 2 and not INTERPRETED,
         )  # fmt: skip
         tensors = (
             q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, *self.arrays, *changes.tensors

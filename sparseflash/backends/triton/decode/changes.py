@@ -45,7 +45,7 @@ class Changes(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]  # slopes, table, buckets, key biases, sink: those that each call passes
     numbers: tuple[Any, ...]  # the cap, entries of a head in the table, strides of the key biases
-    constants: tuple[bool, ...]  # whether there is a cap, whether the decay is logarithmic, whether there are any
+    constants: tuple[bool, bool, bool]  # whether there is a cap, whether the decay is logarithmic, whether any is there
 
     @classmethod
     def of(cls, changes: Scores | None) -> Changes:

@@ -436,7 +436,7 @@ def consumer(
                 BITS,
             )  # fmt: skip
             weights = gl.convert_layout(p.to(dtype), OPERAND)
-            p = times_derivatives(CHANGES, changes, p, s)
+            p = times_derivatives(CHANGES, changes, p, s, of_tiles)
             dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
             dp = local_mma_wait(dp, 1)
             ds = p * dp

@@ -144,8 +144,12 @@ class BackwardLayout:
         """Memory for one call, by the names of arguments, except for parts: rows of -lse and -delta, chains of dq,
         counters.
         """
-        made = ((names, torch.empty_like(each)) for names, each in self._workspace.items())
-        return {name: each for names, each in made for name in names}
+        found: dict[str, Tensor] = {}
+        for names, each in self._workspace.items():
+            x = torch.empty_like(each)
+            for name in names:
+                found[name] = x
+        return found
 
 
 class Backward:

@@ -26,6 +26,13 @@ Head dims that are not a power of 2 are split into two pieces that are, each wit
 second piece, the rest, has 16 to 64 channels. Both pieces of a product with keys accumulate onto the same scores; each
 piece of values has its own accumulator. The copy engine pads heads with zeros up to the size of their pieces. Where
 wide heads leave no room for 128 keys, a tile of the lists is SPLIT steps of BLOCK_N keys.
+
+IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute exponentials at
+the same time, and then both multiply. So they start their softmaxes by turns, which keeps them apart. If each also
+waits for the end of the other's exponentials, the forward takes 1.11 times as long.
+
+KEPT: how many of the one or two pieces of queries are kept in registers. A product with few keys takes as long as
+reading both operands from shared memory, whose bandwidth values and loads need, too.
 """
 
 from triton.experimental import gluon
@@ -47,6 +54,7 @@ from sparseflash.backends.triton.changes.hopper_steps import (
     changed_in_masked_tiles,
     changed_scores,
     finished_rows,
+    left_to_rows,
     load_last,
     load_with_keys,
     multiplied,
@@ -450,6 +458,165 @@ def send(
         async_store(o_rest_desc, [batch, head, first_q, DV], o_rest_s.index(C))
 
 
+@gluon.constexpr_function
+def layout_of_bits(BLOCK_N):
+    """The layout of [ROWS, BLOCK_N] scores, seen as [ROWS, BLOCK_N // 32, 32]: each thread holds the mask words of its
+    scores.
+    """
+    return gl.DistributedLinearLayout(
+        ([[0, 1, 0], [0, 2, 0]] if BLOCK_N == 128 else [[0, 1, 0]]) + [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [ROWS, BLOCK_N // 32, 32],
+    )
+
+
+@gluon.jit
+def words_of_step(
+    words_ptr, index_ptr, tile, place, k_limit, C: gl.constexpr, SHAPE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    MAY_BE_FULL: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """The mask bits of the rows of warpgroup C, see `live_words`. k_limit: the number of live keys if HAS_LENGTHS."""
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    k_left = BLOCK_N
+    if HAS_LENGTHS:
+        k_left = k_limit - block_at(index_ptr, place, SHAPE.SPLIT) * BLOCK_N
+    return live_words(
+        words_ptr, tile, C * ROWS, place, k_left, SHAPE.GROUPS * ROWS, BLOCK_N, SHAPE.SPLIT, HAS_LENGTHS, MAY_BE_FULL,
+        gl.SliceLayout(2, BITS),
+    )  # fmt: skip
+
+
+@gluon.jit
+def masked_scores(CHANGES: gl.constexpr, changes, s, of_tiles, words, block, item, C: gl.constexpr, BITS: gl.constexpr):
+    """The scores of a tile that is not full, after score modifications and the mask's bits."""
+    BLOCK_N: gl.constexpr = s.shape[1]
+    s = changed_in_masked_tiles(CHANGES, changes, s, of_tiles, block, item, C, BLOCK_N)
+    words = exchanged_with_nobody(words) if CHANGES.KEEPS_BRANCH else opaque(words)
+    return masked(s, words, BLOCK_N, BITS)
+
+
+@gluon.jit
+def softmax(CHANGES: gl.constexpr, s, added, m_i, l_i, qk_scale, IN_TURNS: gl.constexpr):
+    """`(weights, new maxima, new sums, factors of what is summed so far)`. added: from `left_to_rows`."""
+    OF_THREADS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    highest = row_maximum(s, added) if CHANGES.LEAVES_TO_ROWS else row_maximum(s, None)
+    if CHANGES.KEEPS_UNITS:
+        m_new = gl.maximum(m_i, highest)
+        grows = (m_new - m_i) * qk_scale > SLACK
+    else:
+        scale = scale_of_rows(highest * qk_scale, qk_scale) if CHANGES.MAY_BE_COARSE else qk_scale
+        m_new = gl.maximum(m_i, highest * scale)
+        grows = m_new - m_i > SLACK
+    if not IN_TURNS:
+        m_new = gl.where(grows, m_new, m_i)
+    # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    if not CHANGES.LEAVES_TO_ROWS:
+        if CHANGES.KEEPS_UNITS:
+            p = gl.exp2((s - m_safe[:, None]) * qk_scale)
+        else:
+            scale = scale_of_rows(m_new, qk_scale)[:, None] if CHANGES.MAY_BE_COARSE else qk_scale
+            p = gl.exp2(s * scale - m_safe[:, None])
+    elif not CHANGES.BY_THREAD:  # one number for the tile
+        p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
+    else:
+        less = gl.convert_layout(m_safe, OF_THREADS, assert_trivial=True)[:, None]
+        if CHANGES.KEEPS_UNITS:
+            exponents = plus_of_threads(s, added - less) * qk_scale
+            # The decay may be lost to rounding; no weight may become infinite then.
+            p = gl.exp2(gl.where(exponents > SLACK, SLACK, exponents))
+        else:
+            p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
+    decay = gl.exp2((m_i - m_safe) * qk_scale if CHANGES.KEEPS_UNITS else m_i - m_safe)
+    l_i = l_i * gl.convert_layout(decay, OF_THREADS, assert_trivial=True)[:, None] + sums_of_threads(p)
+    return p, m_new, exchanged_with_nobody(l_i), decay
+
+
+@gluon.jit
+def finish_rows(
+    CHANGES: gl.constexpr, changes, m_i, l_i, record_s, ended, outputs, C: gl.constexpr, SHAPE: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Writes the lse of an item's rows, or the maxima and sums of a chunk's. Returns the factors of the accumulator."""
+    PADDED_DV: gl.constexpr = SHAPE.PADDED_DV
+    BLOCK_M: gl.constexpr = SHAPE.GROUPS * ROWS
+    S_ROWS: gl.constexpr = m_i.type.layout
+    lse_ptr, parts_ptr, qk_scale, q_len = outputs
+    total = gl.convert_layout(gl.sum(l_i, 1), S_ROWS, assert_trivial=True)
+    row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
+    part = field(record_s, ended, PART)
+    maximum = m_i
+    if CHANGES.KEEPS_UNITS:  # a bias may be the lowest number of fp32
+        maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * qk_scale, LOWEST))
+    elif CHANGES.MAY_BE_COARSE:
+        maximum = by_own_scale(m_i, qk_scale)
+    if HAS_PARTS and part > 0:
+        inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
+        if HAS_LENGTHS and CHANGES.MAY_BE_NAN:  # past the lengths a bias may be NaN
+            is_past = field(record_s, ended, FIRST_Q) + row >= field(record_s, ended, Q_LIMIT)
+            maximum = gl.where(is_past, float("-inf"), maximum)
+            total = gl.where(is_past, 0.0, total)
+            inverse = gl.where(is_past, 0.0, 1.0)
+        part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * (BLOCK_M * (PADDED_DV + 2))
+        gl.store(part_ptr + BLOCK_M * PADDED_DV + row, maximum)
+        gl.store(part_ptr + BLOCK_M * (PADDED_DV + 1) + row, total)
+    else:
+        q_row = field(record_s, ended, FIRST_Q) + row
+        is_empty = total == 0.0
+        if HAS_LENGTHS:
+            is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
+        maximum = gl.where(qk_scale < NO_SCALE, 0.0, maximum)
+        maximum, total, shrinks = finished_rows(CHANGES, changes, maximum, total, field(record_s, ended, HEAD))
+        lse = gl.where(is_empty, float("-inf"), (maximum + gl.log2(total)) * LN2)
+        at = gl.cast(field(record_s, ended, BATCH_HEAD), gl.int64) * q_len + q_row
+        gl.store(lse_ptr + at, lse, mask=q_row < q_len)
+        inverse = gl.where(is_empty, 0.0, shrinks / total)
+    return inverse
+
+
+@gluon.jit
+def finish_out(
+    acc, acc_rest, alpha, outputs, record_s, ended, C: gl.constexpr, SHAPE: gl.constexpr, IS_NAN: gl.constexpr,
+    HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """Writes an item's rows of out, or a chunk's accumulator. Returns the new accumulator.
+
+    acc_rest: the accumulator of the channels from DV on if DV_REST is not 0. IS_NAN: accumulators past the lengths may
+    be NaN.
+    """
+    DV: gl.constexpr = SHAPE.DV
+    DV_REST: gl.constexpr = SHAPE.DV_REST
+    OUT: gl.constexpr = SHAPE.OUT
+    PADDED_DV: gl.constexpr = SHAPE.PADDED_DV
+    out_descs, out_s, parts_ptr = outputs
+    out = finished(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None], IS_NAN)
+    rest = out
+    if DV_REST > 0:
+        rest = finished(acc_rest, gl.convert_layout(alpha, gl.SliceLayout(1, acc_rest.type.layout))[:, None], IS_NAN)
+    # Without this ptxas keeps out in other registers than acc, and spills at D = 128. Kernels that did not spill keep
+    # the code that was measured.
+    if SHAPE.D != DV or SHAPE.D_REST > 0 or DV > 128 or HAS_PARTS:
+        acc = out  # in the same registers: the next product does not accumulate onto it
+    part = field(record_s, ended, PART)
+    if HAS_PARTS and part > 0:
+        part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * (SHAPE.GROUPS * ROWS * (PADDED_DV + 2))
+        store_part(part_ptr, out, C * ROWS, 0, PADDED_DV)
+        if DV_REST > 0:
+            store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV)
+    else:
+        batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
+        first_q = field(record_s, ended, FIRST_Q) + C * ROWS
+        if OUT == DV:
+            send(out, rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
+        else:
+            halves = gl.split(out.reshape([ROWS, 2, OUT]).permute((0, 2, 1)))
+            send(halves[0], rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
+            send(halves[1], rest, out_descs, out_s, C, batch, head, first_q, OUT, DV, 0)
+    return acc
+
+
 @gluon.jit
 def consumer(
     own, reads,
@@ -458,24 +625,21 @@ def consumer(
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
-    SPLIT: gl.constexpr = SHAPE.SPLIT
-    D: gl.constexpr = SHAPE.D
+    D: gl.constexpr = SHAPE.D  # in a list, Triton 3.6 takes no attribute of a constant
     D_REST: gl.constexpr = SHAPE.D_REST
     DV: gl.constexpr = SHAPE.DV
     DV_REST: gl.constexpr = SHAPE.DV_REST
-    PADDED_DV: gl.constexpr = SHAPE.PADDED_DV
-    OUT: gl.constexpr = SHAPE.OUT
     GROUPS: gl.constexpr = SHAPE.GROUPS
-    STAGES: gl.constexpr = SHAPE.STAGES
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     KEPT: gl.constexpr = SHAPE.KEPT
     IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
-    buffers_s, rests_s, changes_s = own
-    tiles_s, o_s, record_s, bars = buffers_s
-    lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, offset, changes = reads
+    # Triton 3.6 takes no tuple within a tuple as a target.
+    tiles_s, rests_s, changes_s = own
+    tiles_s, o_s, record_s, bars = tiles_s
     q_s, k_s, v_s = tiles_s
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = rests_s
-    out_s = (o_s, o_rest_s)
+    lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, offset, changes = reads
+    outputs = out_descs, (o_s, o_rest_s), parts_ptr
     q_full, q_empty, k_full, v_full, kv_empty = bars
     index_ptr, tile_ptr = lists
     dtype: gl.constexpr = q_s.dtype
@@ -484,32 +648,13 @@ def consumer(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     A_ROWS: gl.constexpr = gl.SliceLayout(1, A)
-    # The layout S of [ROWS, BLOCK_N], seen as [ROWS, BLOCK_N // 32, 32]: each thread holds the mask words of its
-    # scores.
-    BITS: gl.constexpr = gl.DistributedLinearLayout(
-        ([[0, 1, 0], [0, 2, 0]] if BLOCK_N == 128 else [[0, 1, 0]]) + [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [ROWS, BLOCK_N // 32, 32],
-    )
-    WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
-    PART_SIZE: gl.constexpr = BLOCK_M * (PADDED_DV + 2)  # as in `combine_rows_kernel`
-    # IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute
-    # exponentials at the same time, and then both multiply. So they start their softmaxes by turns, which keeps them
-    # apart. If each also waits for the end of the other's exponentials, the forward takes 1.11 times as long.
-    # KEPT: how many of the one or two pieces of queries are kept in registers. A product with few keys takes as long as
-    # reading both operands from shared memory, whose bandwidth values and loads need, too.
+    BITS: gl.constexpr = layout_of_bits(BLOCK_N)
     PIECES: gl.constexpr = 1 if D_REST == 0 else 2
     KEEPS_Q: gl.constexpr = KEPT == PIECES
     Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
-    no_maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=S_ROWS)
-    no_sum = sums_of_threads(zero)
-    SUMS: gl.constexpr = no_sum.type.layout
-    SUM_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
+    no_maximum, no_sum = gl.full([ROWS], float("-inf"), gl.float32, layout=S_ROWS), sums_of_threads(zero)
     m_i, l_i = no_maximum, no_sum  # l_i is spread over the four threads of a row
     alpha = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
     acc = gl.zeros([ROWS, DV], gl.float32, layout=A)
@@ -522,10 +667,7 @@ def consumer(
     if KEPT == 2:
         kept_rest = gl.zeros([ROWS, D_REST], dtype, layout=Q)
     goes_on = False  # whether the next product is added to acc; False for the first of an item
-    step = 0
-    turn = -1
-    left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
-    next_block = 0
+    step, turn, left, partial_left, place, tile, k_limit, jump_left, next_block = 0, -1, 0, 0, 0, 0, 0, 0, 0
     of_items = no_items(CHANGES)
     mbarrier.wait(k_full.index(0), 0)
     if IN_TURNS and C == 1:
@@ -552,30 +694,23 @@ def consumer(
                 if Q_BUFFERS == 1 and KEEPS_Q:
                     async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         is_mixed = left <= partial_left
-        block = next_block
-        of_tiles, is_mixed = begun_tiles(
-            CHANGES, changes, of_items, is_mixed, block, (record_s, turn, q_len, offset, qk_scale), C, BLOCK_N
-        )
-        words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
+        block, item = next_block, (record_s, turn, q_len, offset, qk_scale)
+        of_tiles, is_mixed = begun_tiles(CHANGES, changes, of_items, is_mixed, block, item, C, BLOCK_N)
+        words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=gl.SliceLayout(2, BITS))
         if is_mixed:
-            k_left = BLOCK_N
-            if HAS_LENGTHS:
-                k_left = k_limit - block_at(index_ptr, place, SPLIT) * BLOCK_N
-            words = live_words(
-                words_ptr, tile, C * ROWS, place, k_left, BLOCK_M, BLOCK_N, SPLIT, HAS_LENGTHS, CHANGES.READS_BLOCKS,
-                WORDS,
-            )  # fmt: skip
+            words = words_of_step(
+                words_ptr, index_ptr, tile, place, k_limit, C, SHAPE, HAS_LENGTHS, CHANGES.READS_BLOCKS, BITS
+            )
         left -= 1
         place += 1
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
-        # Prefetched for the next step: the address of the mask's words depends on it, and two dependent loads would
-        # stall.
-        tile = gl.load(tile_ptr + (place if SPLIT == 1 else place // SPLIT))
+        # Prefetched for the next step: the mask's words depend on it, and two dependent loads would stall.
+        tile = gl.load(tile_ptr + (place if SHAPE.SPLIT == 1 else place // SHAPE.SPLIT))
         if CHANGES.READS_BLOCKS:
-            next_block = block_at(index_ptr, place, SPLIT)
+            next_block = block_at(index_ptr, place, SHAPE.SPLIT)
 
-        stage, phase = step % STAGES, (step // STAGES) & 1
+        stage, phase = step % SHAPE.STAGES, (step // SHAPE.STAGES) & 1
         factors = gl.convert_layout(alpha, A_ROWS)[:, None]
         acc = acc * factors if IN_TURNS else rescaled(acc, factors)
         if DV_REST > 0:
@@ -602,97 +737,28 @@ def consumer(
 
         s, of_tiles = changed_scores(CHANGES, changes, changes_s, s, of_tiles, step, C)
         if is_mixed:
-            s = changed_in_masked_tiles(
-                CHANGES, changes, s, of_tiles, block, (record_s, turn, q_len, offset, qk_scale), C, BLOCK_N
-            )
-            words = exchanged_with_nobody(words) if CHANGES.KEEPS_BRANCH else opaque(words)
-            s = masked(s, words, BLOCK_N, BITS)
-        added = None  # what is still to be added to the scores: a number for the tile, or for each thread of a row
-        for n in gl.static_range(len(CHANGES.kinds)):
-            if CHANGES.kinds[n].of_rows is not None:
-                s, added = CHANGES.kinds[n].of_rows(
-                    CHANGES, n, changes[n], s, of_tiles[n], (record_s, turn, q_len, offset, qk_scale), BLOCK_N
-                )
+            s = masked_scores(CHANGES, changes, s, of_tiles, words, block, item, C, BITS)
+        s, added = left_to_rows(CHANGES, changes, s, of_tiles, item, BLOCK_N)
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:
             if turn > 0:
                 if Q_BUFFERS == 2:
-                    # Before the wait for the next keys: if this item has one tile, they are loaded after the next
-                    # item's queries.
+                    # Before the wait for the next keys: after an item of one tile, they follow the next item's queries.
                     mbarrier.arrive(q_empty.index((ended & 1) * GROUPS + C), count=1)
-                total = gl.convert_layout(gl.sum(l_i, 1), S_ROWS, assert_trivial=True)
-                row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
-                part = field(record_s, ended, PART)
-                maximum = m_i
-                if CHANGES.KEEPS_UNITS:  # a bias may be the lowest number of fp32
-                    maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * qk_scale, LOWEST))
-                elif CHANGES.MAY_BE_COARSE:
-                    maximum = by_own_scale(m_i, qk_scale)
-                if HAS_PARTS and part > 0:
-                    inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
-                    if HAS_LENGTHS and CHANGES.MAY_BE_NAN:  # past the lengths a bias may be NaN
-                        is_past = field(record_s, ended, FIRST_Q) + row >= field(record_s, ended, Q_LIMIT)
-                        maximum = gl.where(is_past, float("-inf"), maximum)
-                        total = gl.where(is_past, 0.0, total)
-                        inverse = gl.where(is_past, 0.0, 1.0)
-                    part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                    gl.store(part_ptr + BLOCK_M * PADDED_DV + row, maximum)
-                    gl.store(part_ptr + BLOCK_M * (PADDED_DV + 1) + row, total)
-                else:
-                    q_row = field(record_s, ended, FIRST_Q) + row
-                    is_empty = total == 0.0
-                    if HAS_LENGTHS:
-                        is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
-                    maximum = gl.where(qk_scale < NO_SCALE, 0.0, maximum)
-                    maximum, total, shrinks = finished_rows(
-                        CHANGES, changes, maximum, total, field(record_s, ended, HEAD)
-                    )
-                    lse = gl.where(is_empty, float("-inf"), (maximum + gl.log2(total)) * LN2)
-                    at = gl.cast(field(record_s, ended, BATCH_HEAD), gl.int64) * q_len + q_row
-                    gl.store(lse_ptr + at, lse, mask=q_row < q_len)
-                    inverse = gl.where(is_empty, 0.0, shrinks / total)
-            m_i = no_maximum
-            l_i = no_sum
+                inverse = finish_rows(
+                    CHANGES, changes, m_i, l_i, record_s, ended, (lse_ptr, parts_ptr, qk_scale, q_len), C, SHAPE,
+                    HAS_LENGTHS, HAS_PARTS,
+                )  # fmt: skip
+            m_i, l_i = no_maximum, no_sum
         if IN_TURNS:
             at_turn_of(1 - C, "arrive")
-        highest = row_maximum(s, added)
-        if CHANGES.KEEPS_UNITS:
-            m_new = gl.maximum(m_i, highest)
-            grows = (m_new - m_i) * qk_scale > SLACK
-        else:
-            scale = scale_of_rows(highest * qk_scale, qk_scale) if CHANGES.MAY_BE_COARSE else qk_scale
-            m_new = gl.maximum(m_i, highest * scale)
-            grows = m_new - m_i > SLACK
-        if not IN_TURNS:
-            m_new = gl.where(grows, m_new, m_i)
-        # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
-        m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        if added is None:
-            if CHANGES.KEEPS_UNITS:
-                p = gl.exp2((s - m_safe[:, None]) * qk_scale)
-            else:
-                scale = scale_of_rows(m_new, qk_scale)[:, None] if CHANGES.MAY_BE_COARSE else qk_scale
-                p = gl.exp2(s * scale - m_safe[:, None])
-        elif not CHANGES.BY_THREAD:  # one number for the tile
-            p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
-        else:
-            less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
-            if CHANGES.KEEPS_UNITS:
-                exponents = plus_of_threads(s, added - less) * qk_scale
-                # The decay may be lost to rounding; no weight may become infinite then.
-                p = gl.exp2(gl.where(exponents > SLACK, SLACK, exponents))
-            else:
-                p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
-        decay = gl.exp2((m_i - m_safe) * qk_scale if CHANGES.KEEPS_UNITS else m_i - m_safe)
-        l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
-        l_i = exchanged_with_nobody(l_i)
+        p, m_i, l_i, decay = softmax(CHANGES, s, added, m_i, l_i, qk_scale, IN_TURNS)
         p = p.to(dtype)
-        m_i = m_new
         alpha = gl.where(begins, inverse, decay)
 
         step += 1
-        mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1)
+        mbarrier.wait(k_full.index(step % SHAPE.STAGES), (step // SHAPE.STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if DV_REST > 0:
             acc_rest = warpgroup_mma_wait(0, deps=(acc_rest,))
@@ -700,30 +766,10 @@ def consumer(
         async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
         goes_on = not begins
         if begins and turn > 0:
-            IS_NAN: gl.constexpr = HAS_LENGTHS and CHANGES.MAY_BE_NAN  # sums past the lengths may be NaN
-            out = finished(acc, gl.convert_layout(alpha, A_ROWS)[:, None], IS_NAN)
-            rest = out
-            if DV_REST > 0:
-                rest = finished(acc_rest, gl.convert_layout(alpha, R_ROWS)[:, None], IS_NAN)
-            # Without this ptxas keeps out in other registers than acc, and spills at D = 128. Kernels that did not
-            # spill keep the code that was measured.
-            if D != DV or D_REST > 0 or DV > 128 or HAS_PARTS:
-                acc = out  # in the same registers: the next product does not accumulate onto it
-            part = field(record_s, ended, PART)
-            if HAS_PARTS and part > 0:
-                part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV)
-                if DV_REST > 0:
-                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV)
-            else:
-                batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
-                first_q = field(record_s, ended, FIRST_Q) + C * ROWS
-                if OUT == DV:
-                    send(out, rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
-                else:
-                    halves = gl.split(out.reshape([ROWS, 2, OUT]).permute((0, 2, 1)))
-                    send(halves[0], rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
-                    send(halves[1], rest, out_descs, out_s, C, batch, head, first_q, OUT, DV, 0)
+            acc = finish_out(
+                acc, acc_rest if DV_REST > 0 else acc, alpha, outputs, record_s, ended, C, SHAPE,
+                HAS_LENGTHS and CHANGES.MAY_BE_NAN, HAS_PARTS,
+            )  # fmt: skip
     if IN_TURNS and C == 0:
         at_turn_of(0, "sync")  # the other warpgroup's last arrival
     tma.store_wait(0)

@@ -81,6 +81,11 @@ def refuses(request: Request) -> str | None:
         return f"they support key_bias only alone or beside alibi and a sink; got it beside {other}"
     if why := _refuses_pairs(request):
         return why
+    for kind in request.changes:
+        others = [other for other in request.changes if other not in (kind, "sink")]
+        if others and not HOPPER_KINDS[kind].goes_beside:
+            found = _named(others, logarithmic=request.logarithmic)
+            return f"they support {kind} only alone or beside a sink; got it beside {found}"
     if not request.in_runs:
         return (
             "they support relative-position tables indexed by distance, where neighbouring distances mostly share an "

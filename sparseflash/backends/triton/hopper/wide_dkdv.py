@@ -144,10 +144,9 @@ def plus_weighted(x, weights, y_s):
 @gluon.jit
 def unpacked(x):
     """x in fp32. The numbers stay in pairs, in half the registers, until here: ptxas would take them apart at once."""
-    if x.dtype == gl.bfloat16:
-        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    else:
-        code: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+    OF_BF16: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    OF_FP16: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+    code: gl.constexpr = OF_BF16 if x.dtype == gl.bfloat16 else OF_FP16
     return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=False, pack=2)
 
 

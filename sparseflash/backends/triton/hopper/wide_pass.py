@@ -56,7 +56,7 @@ class WideBackwardLayout(BackwardLayout):
         self.rows, self.learns = ROWS, any(wanted)
         units = units_on_hopper(changes, scale, backward=True)
         self.changed = changed_on_hopper(
-            changes, HopperRequest(q.dtype, k_len, device, units, ROWS, WIDE_KEYS, backward=True), wanted
+            changes, HopperRequest(q.dtype, k_len, device, units, ROWS, BLOCK[1], backward=True), wanted
         )
         rows = torch.empty(self.pieces * 2, ROWS, device="meta")
         inputs = [like(x) for x in (q, k, v)]

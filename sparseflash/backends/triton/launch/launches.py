@@ -45,7 +45,7 @@ def launch_of(
     key = (
         function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
         tuple(examples), _dtypes(tuple(examples.values())),
-        tuple([(name, _specialised(x) if isinstance(x, tuple) else x is None) for name, x in fixed.items()]),
+        tuple([(name, tuple(_specialised(x)) if isinstance(x, tuple) else x is None) for name, x in fixed.items()]),
     )  # fmt: skip
     variant: Variant | None = _variants.get(key)
     if variant is None:
@@ -58,9 +58,20 @@ def _dtypes(x: tuple[Any, ...]) -> Any:
     return tuple([_dtypes(y) if isinstance(y, tuple) else getattr(y, "dtype", None) for y in x])
 
 
-def _specialised(x: tuple[Any, ...]) -> Any:
-    """The key of a tuple of numbers. Triton may specialise on integers, such as strides, but not on floats."""
-    return tuple([_specialised(y) if isinstance(y, tuple) else float if isinstance(y, float) else y for y in x])
+def _specialised(x: tuple[Any, ...]) -> list[Any]:
+    """The key of numbers in tuples, as their lengths and the numbers. Triton may specialise on integers, such as
+    strides, but not on floats.
+    """
+    found: list[Any] = []
+    left: list[Any] = [x]
+    while left:
+        y = left.pop()
+        if isinstance(y, tuple):
+            found += "tuple", len(y)
+            left += y
+        else:
+            found.append(float if isinstance(y, float) else y)
+    return found
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class BackwardLayout(Layout):
         through_lse = {"dlse_ptr": self.lse} if dlse else {}
         self.means: KernelLayout | None = None
         if self.keep:
-            found = {"lse2_ptr": self.rows, "inverse_ptr": self.rows, "delta_ptr": self.rows}
+            found: dict[str, Any] = {"own_rows": (self.rows, self.rows), "inverse_ptr": self.rows}
             self.means = KernelLayout(
                 "dq", setting, self.numbers, tiles,
                 {"dout_ptr": dout, "out_ptr": self.out, **found, "own_inverse_ptr": self.rows}, strides,
@@ -62,8 +62,8 @@ class BackwardLayout(Layout):
             of_keys = {"lse2": self.rows, "inverse_ptr": self.rows, "delta": self.rows, **through_lse}
         else:
             of_queries = {
-                "dout_ptr": dout, "out_ptr": self.out, "lse_ptr": self.lse, **through_lse, "lse2_ptr": self.rows,
-                "delta_ptr": self.rows, "dq_ptr": self.dq,
+                "dout_ptr": dout, "out_ptr": self.out, "lse_ptr": self.lse, **through_lse,
+                "own_rows": (self.rows, self.rows), "dq_ptr": self.dq,
             }  # fmt: skip
             of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
         self.queries = KernelLayout(
@@ -131,7 +131,7 @@ class Backward:
         lse2, delta = torch.empty_like(layout.two_rows).unbind()
         given: dict[str, Any] = {
             "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
-            "lse2_ptr": lse2, "lse2": lse2, "delta_ptr": delta, "delta": delta, "dq_ptr": dq, "dk_ptr": dk,
+            "own_rows": (lse2, delta), "lse2": lse2, "delta_ptr": delta, "delta": delta, "dq_ptr": dq, "dk_ptr": dk,
             "dv_ptr": dv,
         }  # fmt: skip
         if lengths is not None or dropout is not None:
@@ -145,7 +145,8 @@ class Backward:
             return (dq, dk, dv), delta
         if self.means is not None and kept is not None:
             (maximum, inverse), own_inverse = kept.unbind(), lse2
-            given |= {"lse2_ptr": maximum, "lse2": maximum, "inverse_ptr": inverse, "own_inverse_ptr": own_inverse}
+            given |= {"own_rows": (maximum, delta), "lse2_ptr": maximum, "lse2": maximum}
+            given |= {"inverse_ptr": inverse, "own_inverse_ptr": own_inverse}
             run_kernel(self.means, self._combine_means, given)
             given["inverse_ptr"] = own_inverse
         if sums is not None:

@@ -43,65 +43,73 @@ def dk_dv_step(
     dk, dv, sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
     first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale, q_strides, dout_strides, row_stride, dropout,
     changes, live_queries,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of queries to dk (without the scale), dv, and the sums of score modifications.
 
     Scores are [keys, queries] here.
     """
-    rows = token_numbers(first_q, BLOCK_M)
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    rows = token_numbers(first_q, SHAPE.BLOCK_M)
     batch_head = batch * heads + head
-    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA, PRECISION)
+    q_tile = load_tokens(
+        q, batch, head, first_q, q_len, q_strides, SHAPE.D, SHAPE.PADDED_D, SHAPE.BLOCK_M, not MASKED, SHAPE.TMA,
+        PRECISION,
+    )  # fmt: skip
     # The bits of the tile mask the scores of queries past the end. Their lse2 only has to give finite exponentials: any
     # finite maximum does (if KEEP), and otherwise +inf, which makes them 0.
     lse2_row = numbers_of_rows(
-        lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEEP else float("inf"),
-        BLOCK_M, not MASKED, ROWS_TMA,
+        lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if SHAPE.KEEP else float("inf"),
+        SHAPE.BLOCK_M, not MASKED, SHAPE.ROWS_TMA,
     )  # fmt: skip
-    delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
+    delta_row = numbers_of_rows(
+        delta, batch_head, first_q, rows, q_len, row_stride, 0.0, SHAPE.BLOCK_M, not MASKED, SHAPE.ROWS_TMA
+    )
     # In full fp32, scores and dp are summed in the same order as in dq_kernel, so that dp and delta, which is
     # subtracted from it, have the same rounding errors.
     if CHANGES is not None:
         where = At(batch, head, batch_head, first_q, first_k, q_len, k_len, live_queries)
-        read = loaded(CHANGES, changes, where, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, True)
+        read = loaded(CHANGES, changes, where, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, SHAPE.BLOCK_M, SHAPE.BLOCK_N, MASKED, True)
     scores = products(k_tile, q_tile, PRECISION, True)
     if CHANGES is not None:
-        scores, kept = changed_scores(CHANGES, changes, read, scores, scale, where, BLOCK_M, BLOCK_N, True)
+        scores, kept = changed_scores(CHANGES, changes, read, scores, scale, where, SHAPE.BLOCK_M, SHAPE.BLOCK_N, True)
     inverse, dlse, live = None, None, None
-    if KEEP:
+    if SHAPE.KEEP:
         at = tl.cast(batch_head, tl.int64) * row_stride + rows
         inverse = tl.load(inverse_ptr + at, mask=rows < q_len, other=0.0)[None, :]
     if MASKED:
-        patch_q = 0 if GATHERED > 0 else first_q
-        live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
-    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION, CHANGES is not None)
+        patch_q = 0 if SHAPE.GATHERED > 0 else first_q
+        live = live_scores(
+            words_ptr, tile, patch_q, first_k, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, SHAPE.BLOCK_M, SHAPE.BLOCK_N, False, True
+        )
+    _, p = recomputed_weights(
+        scores, live, lse2_row[None, :], inverse, qk_scale, SHAPE.KEEP, PRECISION, CHANGES is not None
+    )
     dout_tile = load_tokens(
-        dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA, PRECISION,
+        dout, batch, head, first_q, q_len, dout_strides, SHAPE.DV, SHAPE.PADDED_DV, SHAPE.BLOCK_M, not MASKED,
+        SHAPE.TMA, PRECISION,
     )  # fmt: skip
     passed = p
-    if DROPOUT:
-        keep = kept_weights(dropout, batch_head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, True)
+    if SHAPE.DROPOUT:
+        keep = kept_weights(dropout, batch_head, first_q, first_k, q_len, k_len, SHAPE.BLOCK_M, SHAPE.BLOCK_N, True)
         passed = tl.where(keep, p, 0.0)
     dv = accumulate(passed, dout_tile, dv, PRECISION)
     dp = products(v_tile, dout_tile, PRECISION, True)
-    if DROPOUT:
+    if SHAPE.DROPOUT:
         dp = tl.where(keep, dp * dropout.amplification, 0.0)
-    if KEEP:
+    if SHAPE.KEEP:
         if dlse_ptr is not None:
             dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
     if CHANGES is not None:
-        ds, sums = gradients_before(CHANGES, changes, sums, ds, kept, where, BLOCK_Q, BLOCK_K, MASKED)
+        ds, sums = gradients_before(CHANGES, changes, sums, ds, kept, where, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, MASKED)
     return accumulate(ds, q_tile, dk, PRECISION), dv, sums
 
 
 # Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
-        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "kv_heads", "group", "q_len", "k_len",
+        "lengths_stride", "dropped", "kv_heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
         *WHOLE_NUMBERS,
     ],
@@ -117,8 +125,8 @@ def dk_dv_kernel(
     parts_ptr,  # fp32 [parts, BLOCK_N * (PADDED_D + PADDED_DV)], written: dk, dv; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
-    dropped, amplification,  # if DROPOUT
-    scale, qk_scale,
+    dropped,  # if DROPOUT
+    scales,  # as in the forward
     kv_heads, group, q_len, k_len, col_tiles, row_stride,
     strides,  # of q, k, v, dout, dk and dv
     changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
@@ -127,95 +135,91 @@ def dk_dv_kernel(
     SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # as in the forward
 ):  # fmt: skip
     """Computes dK and dV of one tile of keys."""
-    D: tl.constexpr = SHAPE.D
-    DV: tl.constexpr = SHAPE.DV
-    PADDED_D: tl.constexpr = SHAPE.PADDED_D
-    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
-    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
-    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
-    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
-    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    GATHERED: tl.constexpr = SHAPE.GATHERED
-    HAS_LENGTHS: tl.constexpr = SHAPE.HAS_LENGTHS
-    DROPOUT: tl.constexpr = SHAPE.DROPOUT
-    KEEP: tl.constexpr = SHAPE.KEEP
-    TMA: tl.constexpr = SHAPE.TMA
     PRECISION: tl.constexpr = SHAPE.PRECISION
-    ROWS_TMA: tl.constexpr = SHAPE.ROWS_TMA
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides = strides
-    SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
-    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
+    scale, qk_scale, amplification = scales
+    SPLIT: tl.constexpr = SHAPE.BLOCK_Q // SHAPE.BLOCK_M
+    tl.static_assert(SHAPE.GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
     item = tl.load(item_ptr + ITEM_NUMBER)
     batch_kv_head = item // col_tiles
-    first_k = item % col_tiles * BLOCK_N
+    first_k = item % col_tiles * SHAPE.BLOCK_N
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads
     q_length, k_length = q_len, k_len
-    if HAS_LENGTHS:
+    if SHAPE.HAS_LENGTHS:
         q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
 
-    k_tile = load_tokens(k, batch, kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, False, TMA, PRECISION)
-    v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
-    dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
+    k_tile = load_tokens(
+        k, batch, kv_head, first_k, k_len, k_strides, SHAPE.D, SHAPE.PADDED_D, SHAPE.BLOCK_N, False, SHAPE.TMA,
+        PRECISION,
+    )  # fmt: skip
+    v_tile = load_tokens(
+        v, batch, kv_head, first_k, k_len, v_strides, SHAPE.DV, SHAPE.PADDED_DV, SHAPE.BLOCK_N, False, SHAPE.TMA,
+        PRECISION,
+    )  # fmt: skip
+    dk = tl.full([SHAPE.BLOCK_N, SHAPE.PADDED_D], 0.0, tl.float32)
+    dv = tl.full([SHAPE.BLOCK_N, SHAPE.PADDED_DV], 0.0, tl.float32)
     changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), learned)
-    live_queries = q_length if HAS_LENGTHS else None
+    live_queries = q_length if SHAPE.HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
-    sums = no_sums(CHANGES, BLOCK_N)
+    sums = no_sums(CHANGES, SHAPE.BLOCK_N)
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
-        listed, firsts = list_of_item(list_ptr, index_ptr, BLOCK_M, GATHERED)
+        listed, firsts = list_of_item(list_ptr, index_ptr, SHAPE.BLOCK_M, SHAPE.GATHERED)
         start, full, count = listed
         next_block, partial_block, partial_number = firsts
         partial = count - full
         first_partial = start + full
-        if HAS_LENGTHS:
+        if SHAPE.HAS_LENGTHS:
             if first_k >= k_length:
                 full, count = 0, 0
             # A query past the length has lse2 = +inf (inverse 0 if KEEP), so a full tile that the length cuts needs no
             # mask.
-            inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
+            inside, at_end, partial = cut_at_length(
+                index_ptr, start, full, count, q_length, SHAPE.BLOCK_Q, SHAPE.BLOCK_M, SHAPE.GATHERED
+            )
             full = inside + at_end
         head = kv_head * group + member
-        sums = no_sums(CHANGES, BLOCK_N)
+        sums = no_sums(CHANGES, SHAPE.BLOCK_N)
         for i in range(0, full * SPLIT):
-            first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
-            next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
+            first_q = tokens_of_block(next_block, i, SHAPE.BLOCK_Q, SHAPE.BLOCK_M, SHAPE.GATHERED)
+            next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, SHAPE.BLOCK_M, SHAPE.GATHERED)
             dk, dv, sums = dk_dv_step(
                 dk, dv, sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                 batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, scale, qk_scale, q_strides,
-                dout_strides, row_stride, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
-                BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, False,
+                dout_strides, row_stride, dropout, changes, live_queries, SHAPE, CHANGES, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
             for i in range(0, partial * SPLIT):
-                first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
+                first_q = tokens_of_block(next_block, i, SHAPE.BLOCK_Q, SHAPE.BLOCK_M, SHAPE.GATHERED)
                 tile = next_tile
                 next_block, next_tile = partial_tile(
-                    index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, BLOCK_M, GATHERED, False
+                    index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, SHAPE.BLOCK_M, SHAPE.GATHERED, False
                 )
                 dk, dv, sums = dk_dv_step(
                     dk, dv, sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                     batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale,
-                    q_strides, dout_strides, row_stride, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV,
-                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES,
-                    True,
+                    q_strides, dout_strides, row_stride, dropout, changes, live_queries, SHAPE, CHANGES, True,
                 )  # fmt: skip
         place = tl.cast(tl.program_id(0), tl.int64) * group + member
-        finish(CHANGES, changes, sums, place, first_k, k_length, BLOCK_N, HAS_LENGTHS)
+        finish(CHANGES, changes, sums, place, first_k, k_length, SHAPE.BLOCK_N, SHAPE.HAS_LENGTHS)
 
     part = part_of(item_ptr, parts_ptr)
     if parts_ptr is not None and part > 0:
-        SIZE: tl.constexpr = BLOCK_N * (PADDED_D + PADDED_DV)
-        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_N, PADDED_D), dk)
-        tl.store(part_pointers(parts_ptr, part - 1, SIZE, BLOCK_N * PADDED_D, BLOCK_N, PADDED_DV), dv)
+        SIZE: tl.constexpr = SHAPE.BLOCK_N * (SHAPE.PADDED_D + SHAPE.PADDED_DV)
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, SHAPE.BLOCK_N, SHAPE.PADDED_D), dk)
+        tl.store(
+            part_pointers(parts_ptr, part - 1, SIZE, SHAPE.BLOCK_N * SHAPE.PADDED_D, SHAPE.BLOCK_N, SHAPE.PADDED_DV), dv
+        )
     else:
         write_gradients(
-            dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, D, PADDED_D, BLOCK_N, True,
-            HAS_LENGTHS,
+            dk, dk_ptr, scale, batch, kv_head, first_k, k_len, k_length, dk_strides, SHAPE.D, SHAPE.PADDED_D,
+            SHAPE.BLOCK_N, True,
+            SHAPE.HAS_LENGTHS,
         )  # fmt: skip
         write_gradients(
-            dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, DV, PADDED_DV, BLOCK_N,
-            DROPOUT, HAS_LENGTHS,
+            dv, dv_ptr, amplification, batch, kv_head, first_k, k_len, k_length, dv_strides, SHAPE.DV,
+            SHAPE.PADDED_DV, SHAPE.BLOCK_N,
+            SHAPE.DROPOUT, SHAPE.HAS_LENGTHS,
         )  # fmt: skip

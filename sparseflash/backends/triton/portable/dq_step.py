@@ -15,40 +15,45 @@ from sparseflash.backends.triton.portable.dropout import kept_weights
 def row_step(
     q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale,
     k_strides, v_strides, dropout, changes, live_queries,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the weights for one tile of keys: `(k_tile, exponentials, weights, gradients of the weights, kept)`.
 
     kept: the values that score modifications keep for their gradients.
     """
+    PRECISION: tl.constexpr = SHAPE.PRECISION
     k_tile = load_tokens(
-        k, place.batch, place.kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
+        k, place.batch, place.kv_head, first_k, k_len, k_strides, SHAPE.D, SHAPE.PADDED_D, SHAPE.BLOCK_N, not MASKED,
+        SHAPE.TMA, PRECISION,
     )  # fmt: skip
     v_tile = load_tokens(
-        v, place.batch, place.kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
+        v, place.batch, place.kv_head, first_k, k_len, v_strides, SHAPE.DV, SHAPE.PADDED_DV, SHAPE.BLOCK_N,
+        not MASKED, SHAPE.TMA, PRECISION,
     )  # fmt: skip
     if CHANGES is not None:
         at = At(place.batch, place.head, place.batch_head, place.first_q, first_k, q_len, k_len, live_queries)
-        read = loaded(CHANGES, changes, at, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, False)
+        read = loaded(CHANGES, changes, at, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, SHAPE.BLOCK_M, SHAPE.BLOCK_N, MASKED, False)
     scores = products(q_tile, k_tile, PRECISION)
     kept = ()
     if CHANGES is not None:
-        scores, kept = changed_scores(CHANGES, changes, read, scores, scale, at, BLOCK_M, BLOCK_N, False)
+        scores, kept = changed_scores(CHANGES, changes, read, scores, scale, at, SHAPE.BLOCK_M, SHAPE.BLOCK_N, False)
     live, inverses = None, None
     if MASKED:
         live = live_in_row(
-            words_ptr, tile, place.first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
-            HAS_LENGTHS,
+            words_ptr, tile, place.first_q, first_k, k_length, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, SHAPE.BLOCK_M,
+            SHAPE.BLOCK_N, SHAPE.GATHERED,
+            SHAPE.HAS_LENGTHS,
         )  # fmt: skip
-    if KEEP:
+    if SHAPE.KEEP:
         inverses = inverse[:, None]
-    exps, p = recomputed_weights(scores, live, lse2[:, None], inverses, qk_scale, KEEP, PRECISION, CHANGES is not None)
+    exps, p = recomputed_weights(
+        scores, live, lse2[:, None], inverses, qk_scale, SHAPE.KEEP, PRECISION, CHANGES is not None
+    )
     dp = products(dout_tile, v_tile, PRECISION)
-    if DROPOUT:
-        keep = kept_weights(dropout, place.batch_head, place.first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False)
+    if SHAPE.DROPOUT:
+        keep = kept_weights(
+            dropout, place.batch_head, place.first_q, first_k, q_len, k_len, SHAPE.BLOCK_M, SHAPE.BLOCK_N, False
+        )
         dp = tl.where(keep, dp * dropout.amplification, 0.0)
     return k_tile, exps, p, dp, kept
 
@@ -56,15 +61,15 @@ def row_step(
 @triton.jit
 def dq_step(
     dq, sums, k_tile, p, dp, delta, dlse, kept, changes, place, first_k, q_len, k_len, live_queries,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr,
-    MASKED: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of keys to dq (without the scale) and to the sums of score modifications.
 
     k_tile, p, dp and kept are results of `row_step`. Returns `(dq, sums)`.
     """
+    PRECISION: tl.constexpr = SHAPE.PRECISION
     ds = score_gradients(p, dp, delta[:, None], dlse)
     if CHANGES is not None:
         at = At(place.batch, place.head, place.batch_head, place.first_q, first_k, q_len, k_len, live_queries)
-        ds, sums = gradients_before(CHANGES, changes, sums, ds, kept, at, BLOCK_Q, BLOCK_K, MASKED)
+        ds, sums = gradients_before(CHANGES, changes, sums, ds, kept, at, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, MASKED)
     return accumulate(ds, k_tile, dq, PRECISION), sums

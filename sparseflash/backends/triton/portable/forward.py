@@ -22,34 +22,37 @@ from sparseflash.backends.triton.schedule.work_item import ITEM
 def forward_step(
     acc, m_i, l_i, q_tile, k, v, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
     v_strides, dropout, changes, live_queries,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running sums: `(acc, m_i, l_i)`."""
+    PRECISION: tl.constexpr = SHAPE.PRECISION
     k_tile = load_tokens(
-        k, place.batch, place.kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
+        k, place.batch, place.kv_head, first_k, k_len, k_strides, SHAPE.D, SHAPE.PADDED_D, SHAPE.BLOCK_N, not MASKED,
+        SHAPE.TMA, PRECISION,
     )  # fmt: skip
     if CHANGES is not None:
         at = At(place.batch, place.head, place.batch_head, place.first_q, first_k, q_len, k_len, live_queries)
-        read = loaded(CHANGES, changes, at, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, False)
+        read = loaded(CHANGES, changes, at, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, SHAPE.BLOCK_M, SHAPE.BLOCK_N, MASKED, False)
     scores = products(q_tile, k_tile, PRECISION)
     if CHANGES is not None:
-        scores, _ = changed_scores(CHANGES, changes, read, scores, scale, at, BLOCK_M, BLOCK_N, False)
+        scores, _ = changed_scores(CHANGES, changes, read, scores, scale, at, SHAPE.BLOCK_M, SHAPE.BLOCK_N, False)
     live = None
     if MASKED:
         live = live_in_row(
-            words_ptr, tile, place.first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
-            HAS_LENGTHS,
+            words_ptr, tile, place.first_q, first_k, k_length, SHAPE.BLOCK_Q, SHAPE.BLOCK_K, SHAPE.BLOCK_M,
+            SHAPE.BLOCK_N, SHAPE.GATHERED,
+            SHAPE.HAS_LENGTHS,
         )  # fmt: skip
-    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, CHANGES is not None)
-    if DROPOUT:
-        keep = kept_weights(dropout, place.batch_head, place.first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False)
+    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, SHAPE.KEEP, PRECISION, CHANGES is not None)
+    if SHAPE.DROPOUT:
+        keep = kept_weights(
+            dropout, place.batch_head, place.first_q, first_k, q_len, k_len, SHAPE.BLOCK_M, SHAPE.BLOCK_N, False
+        )
         p = tl.where(keep, p, 0.0)
     acc = acc * alpha[:, None]
     v_tile = load_tokens(
-        v, place.batch, place.kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
+        v, place.batch, place.kv_head, first_k, k_len, v_strides, SHAPE.DV, SHAPE.PADDED_DV, SHAPE.BLOCK_N,
+        not MASKED, SHAPE.TMA, PRECISION,
     )  # fmt: skip
     return accumulate(p, v_tile, acc, PRECISION), m_i, l_i
 
@@ -57,7 +60,7 @@ def forward_step(
 # Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
-        "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
+        "lengths_stride", "dropped", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
         *WHOLE_NUMBERS,
     ],
@@ -73,8 +76,8 @@ def forward_kernel(
     index_ptr, tile_ptr, words_ptr,  # the tile lists, with one extra entry for prefetching; the bits
     lengths_ptr, lengths_stride,  # int32 [2, B] if HAS_LENGTHS: live queries, live keys
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
-    dropped, amplification,  # if DROPOUT
-    scale, qk_scale,  # not negative; scale / ln 2
+    dropped,  # if DROPOUT
+    scales,  # scale, not negative; scale / ln 2; if DROPOUT, the amplification of what is kept
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
     strides,  # of batch, head and token, of q, k, v and out
@@ -84,93 +87,81 @@ def forward_kernel(
     SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # see shape.py and changes/kind.py
 ):  # fmt: skip
     """Computes out and lse of one tile of queries."""
-    D: tl.constexpr = SHAPE.D
-    DV: tl.constexpr = SHAPE.DV
-    PADDED_D: tl.constexpr = SHAPE.PADDED_D
-    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
-    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
-    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
-    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
-    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    GATHERED: tl.constexpr = SHAPE.GATHERED
-    HAS_LENGTHS: tl.constexpr = SHAPE.HAS_LENGTHS
-    DROPOUT: tl.constexpr = SHAPE.DROPOUT
-    KEEP: tl.constexpr = SHAPE.KEEP
-    TMA: tl.constexpr = SHAPE.TMA
     PRECISION: tl.constexpr = SHAPE.PRECISION
-    Q_IN_REGISTERS: tl.constexpr = SHAPE.Q_IN_REGISTERS
     q_strides, k_strides, v_strides, out_strides = strides
-    SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
-    tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
+    scale, qk_scale, amplification = scales
+    SPLIT: tl.constexpr = SHAPE.BLOCK_K // SHAPE.BLOCK_N
+    tl.static_assert(SHAPE.GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
     place, lists, firsts, live_tokens = row_item(
         item_ptr, index_ptr, lengths_ptr, lengths_stride, heads, group, row_tiles, q_len, k_len,
-        BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS,
+        SHAPE.BLOCK_K, SHAPE.BLOCK_M, SHAPE.BLOCK_N, SHAPE.GATHERED, SHAPE.HAS_LENGTHS,
     )  # fmt: skip
     batch_head, batch, head, _, first_q = place
     start, full, at_end, partial, first_partial = lists
     next_block, partial_block, partial_number = firsts
     q_length, k_length = live_tokens
     changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), None)
-    live_queries = q_length if HAS_LENGTHS else None
+    live_queries = q_length if SHAPE.HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     softmax_scale = scale
     if CHANGES is not None:
         softmax_scale = 1.0
 
-    q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
-    if Q_IN_REGISTERS:
+    q_tile = load_tokens(
+        q, batch, head, first_q, q_len, q_strides, SHAPE.D, SHAPE.PADDED_D, SHAPE.BLOCK_M, False, SHAPE.TMA, PRECISION
+    )
+    if SHAPE.Q_IN_REGISTERS:
         # The compiler keeps loaded operands in shared memory and computed operands in registers. This product makes q
         # a computed operand.
         q_tile = q_tile * tl.cast(one, q_tile.dtype)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
+    m_i = tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.full([SHAPE.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([SHAPE.BLOCK_M, SHAPE.PADDED_DV], 0.0, tl.float32)
 
     # The block number is loaded one iteration ahead. If the address of the keys came from a load in the same iteration,
     # the compiler would not prefetch the keys.
     for i in range(0, full * SPLIT):
-        first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
-        next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
+        first_k = tokens_of_block(next_block, i, SHAPE.BLOCK_K, SHAPE.BLOCK_N, SHAPE.GATHERED)
+        next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, SHAPE.BLOCK_N, SHAPE.GATHERED)
         acc, m_i, l_i = forward_step(
             acc, m_i, l_i, q_tile, k, v, words_ptr, 0, place, first_k, q_len, k_len, k_length, scale, qk_scale,
-            k_strides, v_strides, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
-            BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
+            k_strides, v_strides, dropout, changes, live_queries, SHAPE, CHANGES, False,
         )  # fmt: skip
 
     if at_end + partial > 0:  # even a loop without iterations would wait for the first loads of its pipeline
         next_block, next_tile = partial_block, partial_number
-        if HAS_LENGTHS:
+        if SHAPE.HAS_LENGTHS:
             if at_end > 0:
                 next_block, next_tile = partial_tile(
-                    index_ptr, tile_ptr, start + full, at_end, first_partial, 0, BLOCK_N, GATHERED, True
+                    index_ptr, tile_ptr, start + full, at_end, first_partial, 0, SHAPE.BLOCK_N, SHAPE.GATHERED, True
                 )
         for i in range(0, (at_end + partial) * SPLIT):
-            first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
+            first_k = tokens_of_block(next_block, i, SHAPE.BLOCK_K, SHAPE.BLOCK_N, SHAPE.GATHERED)
             tile = next_tile
             next_block, next_tile = partial_tile(
-                index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
-                HAS_LENGTHS,
+                index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, SHAPE.BLOCK_N,
+                SHAPE.GATHERED, SHAPE.HAS_LENGTHS,
             )  # fmt: skip
             acc, m_i, l_i = forward_step(
                 acc, m_i, l_i, q_tile, k, v, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale,
-                k_strides, v_strides, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
-                BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
+                k_strides, v_strides, dropout, changes, live_queries, SHAPE, CHANGES, True,
             )  # fmt: skip
 
     if CHANGES is not None:
-        if not KEEP:
+        if not SHAPE.KEEP:
             m_i = scaled_maximum(m_i, qk_scale)
     part = part_of(item_ptr, parts_ptr)
     if parts_ptr is not None and part > 0:
-        SUMS: tl.constexpr = BLOCK_M * PADDED_DV
-        SIZE: tl.constexpr = SUMS + 2 * BLOCK_M
-        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, BLOCK_M, PADDED_DV), acc)
-        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, BLOCK_M, 1), m_i[:, None])
-        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + BLOCK_M, BLOCK_M, 1), l_i[:, None])
+        SUMS: tl.constexpr = SHAPE.BLOCK_M * SHAPE.PADDED_DV
+        SIZE: tl.constexpr = SUMS + 2 * SHAPE.BLOCK_M
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, 0, SHAPE.BLOCK_M, SHAPE.PADDED_DV), acc)
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS, SHAPE.BLOCK_M, 1), m_i[:, None])
+        tl.store(part_pointers(parts_ptr, part - 1, SIZE, SUMS + SHAPE.BLOCK_M, SHAPE.BLOCK_M, 1), l_i[:, None])
     else:
         write_rows(
             acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len,
-            q_length, amplification, softmax_scale, qk_scale, sink_ptr, out_strides, DV, PADDED_DV, BLOCK_M,
-            HAS_LENGTHS, DROPOUT, KEEP,
+            q_length, amplification, softmax_scale, qk_scale, sink_ptr, out_strides, SHAPE.DV, SHAPE.PADDED_DV,
+            SHAPE.BLOCK_M,
+            SHAPE.HAS_LENGTHS, SHAPE.DROPOUT, SHAPE.KEEP,
         )  # fmt: skip

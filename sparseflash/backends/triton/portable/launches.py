@@ -89,15 +89,15 @@ class KernelLayout:
 
     def __init__(
         self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
-        varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
+        varying: Mapping[str, Any], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
         means: bool = False, changed: Changed | None = None, sink: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """All tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call. strides:
-        tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta. means: dq_kernel
-        with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that completes sums of
-        exponentials.
+        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call, or tuples of
+        them. strides: tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta.
+        means: dq_kernel with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that
+        completes sums of exponentials.
         """
         self.kernel, self.numbers = kernel, numbers
         self._architecture, self.lengths, self.dropout = setting.architecture, setting.lengths, setting.dropout
@@ -158,12 +158,12 @@ class KernelLayout:
         changes = None if self._changed is None else self._changed.constant(self._part)
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
-            "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
-            "scale": numbers.scale, "qk_scale": self.qk_scale, "one": 1.0,
+            "dropped": numbers.dropped, "one": 1.0,
+            "scales": (numbers.scale, self.qk_scale, amplification(numbers.dropped)),
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
-            "strides": tuple(strides_of(self._strides[name]) for name in STRIDES[self.kernel]),
+            "strides": tuple([strides_of(self._strides[name]) for name in STRIDES[self.kernel]]),
         }  # fmt: skip
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """Triton identifies a compile-time argument by its text, in which a dataclass has all its fields."""
+    """Triton identifies a compile-time argument by its text, in which a dataclass has all its fields.
+
+    Kernels read its fields where they need them. In Triton 3.6 a field is no compile-time argument of `tl.zeros`, hence
+    `tl.full`; and a text such as PRECISION must be bound to a `tl.constexpr` first.
+    """
 
     D: int
     DV: int

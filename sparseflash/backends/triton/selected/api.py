@@ -8,10 +8,10 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.launcher import on_device
-from sparseflash.backends.triton.selected.forward import forward_kernel
+from sparseflash.backends.triton.selected.forward import forward_kernel, scores_kernel
 from sparseflash.backends.triton.selected.lists import Chosen, sort_kernel
 from sparseflash.backends.triton.selected.sizes import readable, sizes_of, strides_of
-from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_HEADS, power
+from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_DIM_OF_FP32, MOST_HEADS, power
 from sparseflash.limits import check_count
 
 MOST_CHOICES = 8192  # of a list, which one program sorts
@@ -25,10 +25,11 @@ def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
     group = q.shape[1] // k.shape[1]
     if group > MOST_HEADS:
         raise ValueError(f"groups must be of at most {MOST_HEADS} query heads for the triton backend; got {group}.")
-    if max(q.shape[3], v_dim) > MOST_DIM:
+    most = MOST_DIM if q.dtype.itemsize == 2 else MOST_DIM_OF_FP32
+    if max(q.shape[3], v_dim) > most:
         raise ValueError(
-            f"head dims must be at most {MOST_DIM} for the triton backend; got D = {q.shape[3]} and Dv = {v_dim}. Use "
-            "backend='reference'."
+            f"head dims must be at most {most} for the triton backend in {q.dtype}; got D = {q.shape[3]} and Dv = "
+            f"{v_dim}. Use {'' if most == MOST_DIM else 'bf16, fp16 or '}backend='reference'."
         )
     if choices > MOST_CHOICES:
         raise ValueError(
@@ -45,30 +46,51 @@ def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
     )
 
 
+def sorted_lists(index: Tensor, k_len: int, causal: bool) -> Chosen:
+    """The lists `[B, Hkv, Nq, K]` in ascending order."""
+    (_, kv_heads, q_len, choices), device = index.shape, index.device
+    chosen = Chosen(
+        torch.empty(index.shape, dtype=torch.int32, device=device),
+        torch.empty(index.shape[:3], dtype=torch.int32, device=device),
+    )
+    if chosen.counts.numel():
+        index = index if index.stride(-1) == 1 or choices == 1 else index.contiguous()
+        with on_device(device):
+            sort_kernel[(chosen.counts.numel(),)](
+                index, *chosen, q_len, k_len, k_len - q_len, choices, *index.stride()[:3], kv_heads, causal,
+                power(choices), num_warps=4 if choices <= 2048 else 8,
+            )  # fmt: skip
+    return chosen
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Chosen, Tensor]:
     """`(out, lse, chosen, kept)`. v: None if the first `v_dim` columns of k are the values (`shares_values`)."""
-    like_v = k[..., :v_dim] if v is None else v
-    out, lse = empty_out(q, like_v), empty_lse(q)
-    choices = index.shape[3]
-    chosen = Chosen(
-        torch.empty(index.shape, dtype=torch.int32, device=q.device),
-        torch.empty(index.shape[:3], dtype=torch.int32, device=q.device),
-    )
-    of = sizes_of(q, k, v, v_dim, choices, scale, backward=False)
+    out, lse = empty_out(q, k[..., :v_dim] if v is None else v), empty_lse(q)
+    chosen = sorted_lists(index, k.shape[2], causal)
+    of = sizes_of(q, k, v, v_dim, index.shape[3], scale, backward=False)
     kept = torch.empty((2, *lse.shape) if of.keep else (0,), dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse, chosen, kept
     q, k, v = readable(q), readable(k), None if v is None else readable(v)
-    index = index if index.stride(-1) == 1 or choices == 1 else index.contiguous()
     with on_device(q.device):
-        sort_kernel[(of.rows,)](
-            index, *chosen, of.q_len, of.k_len, of.k_len - of.q_len, choices, *index.stride()[:3], of.kv_heads, causal,
-            power(choices), num_warps=4 if choices <= 2048 else 8,
-        )  # fmt: skip
         forward_kernel[(of.rows * of.shape.TILES,)](
             q, k, v, *chosen, out, lse, kept if of.keep else None, *of.numbers, 0, lse.numel(), scale, of.qk_scale,
             strides_of(q, k, v, out), of.shape, **of.options,
         )  # fmt: skip
     return out, lse, chosen, kept
+
+
+def scores(q: Tensor, k: Tensor, index: Tensor, causal: bool, scale: float) -> tuple[Tensor, Chosen]:
+    """`(scores fp32 [B, Hq, Nq, K], chosen)`: of the tokens of sorted lists, -inf for entries that are none."""
+    chosen = sorted_lists(index, k.shape[2], causal)
+    found = torch.empty(*q.shape[:3], index.shape[3], dtype=torch.float32, device=q.device)
+    if found.numel():
+        q, k = readable(q), readable(k)
+        of = sizes_of(q, k, None, 1, index.shape[3], scale, backward=False)
+        with on_device(q.device):
+            scores_kernel[(of.rows * of.shape.TILES,)](
+                q, k, *chosen, found, *of.numbers, 0, scale, strides_of(q, k), of.shape, **of.options
+            )
+    return found, chosen

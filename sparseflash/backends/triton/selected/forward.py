@@ -1,4 +1,4 @@
-"""The forward kernel: a program per query and tile of heads gathers the keys of the query's list."""
+"""The forward kernels: a program per query and tile of heads gathers the keys of the query's list."""
 
 import triton
 import triton.language as tl
@@ -115,3 +115,39 @@ def forward_kernel(
         SHAPE.DV, SHAPE.PADDED_DV,
     )  # fmt: skip
     tl.store(lse_ptr + at, tl.where(empty, float("-inf"), lse), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "scale"])
+def scores_kernel(
+    q_ptr, k_ptr, lists_ptr, counts_ptr,  # as in forward_kernel
+    scores_ptr,  # fp32 [B, Hq, Nq, choices], written
+    q_len, k_len, kv_heads, group, choices, first_row, scale, strides,  # of q and k
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Writes the scores of one query's tokens for the heads of a tile, -inf for entries that are none."""
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    ROWS: tl.constexpr = SHAPE.ROWS
+    q_strides, k_strides = strides
+    row, batch, kv_head, query, head, inside = place_of_program(
+        first_row, q_len, kv_heads, group, ROWS, SHAPE.TILES, 1
+    )  # fmt: skip
+    q_low, q_high = queries_of(
+        q_ptr + batch * q_strides[0] + query * q_strides[2], head.to(tl.int64) * q_strides[1], inside, SHAPE
+    )
+    k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
+    list_ptr = lists_ptr + row * choices
+    written = ((batch * kv_heads * group + head) * q_len + query) * choices
+    following = listed_tokens(list_ptr, 0, choices, BLOCK_N)
+    for i in range(0, tl.cdiv(choices, BLOCK_N)):
+        tokens = following
+        following = listed_tokens(list_ptr, (i + 1) * BLOCK_N, choices, BLOCK_N)
+        live = tokens < k_len
+        scores, _, _ = scores_of(
+            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
+        )
+        entry = i * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(
+            scores_ptr + written[:, None] + entry[None, :],
+            tl.where(live[None, :], scores * scale, float("-inf")), mask=inside[:, None] & (entry < choices)[None, :],
+        )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,27 @@ def backward(
     return dq, gradients[0], gradients[1] if v is not None else None
 
 
+def scores_backward(dscores: Tensor, q: Tensor, k: Tensor, chosen: Chosen, scale: float) -> tuple[Tensor, Tensor]:
+    """`(dq, dk)` of the scores of chosen tokens; dscores is 0 for entries that are none."""
+    dq = empty_gradient(q)
+    of = sizes_of(q, k, None, 1, chosen.lists.shape[3], scale, backward=False)
+    total = torch.zeros(of.batch * of.kv_heads * of.k_len, q.shape[3], dtype=torch.float32, device=q.device)
+    if not (dscores.numel() and total.numel()):
+        return dq.zero_(), empty_gradient(k).zero_()
+    q, k = readable(q), readable(k)
+    written = dq if dq.stride(-1) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
+    by_list = dscores.unflatten(1, (of.kv_heads, of.group)).transpose(2, 3).flatten(0, 2)  # [lists, group, choices]
+    with on_device(q.device):
+        for first, pairs, queries in chunks_of(of, q.shape[3], q.element_size()):
+            rows = pairs * queries
+            ds = (by_list[first : first + rows] * scale).to(q.dtype).contiguous()
+            _write_dq(ds, k, chosen, written, of, first, rows)
+            _add_rows([[Product(q, ds, 0, q.shape[3])]], [total], chosen, of, first, pairs, queries)
+    if written is not dq:
+        dq.copy_(written)
+    return dq, empty_gradient(k).copy_(total.view(k.shape))
+
+
 class Tensors(NamedTuple):
     """What the kernels of the backward read, and dq, which they write."""
 
@@ -74,35 +95,55 @@ def _backward_of_chunk(x: Tensors, sums: list[Tensor], of: Sizes, first_row: int
         first_row, x.lse.numel(), of.scale, of.qk_scale, strides_of(x.q, x.k, x.v, x.dout, x.out), of.shape,
         **of.options,
     )  # fmt: skip
-    tile = dq_tile(of.group, dtype.itemsize)
+    _write_dq(ds, x.k, x.chosen, x.dq, of, first_row, rows)
+    dim, v_dim = x.q.shape[3], x.out.shape[3]
+    if x.v is None:
+        work = [[Product(x.q, ds, 0, v_dim, x.dout, p), Product(x.q, ds, v_dim, dim - v_dim)]]
+    else:
+        work = [[Product(x.q, ds, 0, dim)], [Product(x.dout, p, 0, v_dim)]]
+    _add_rows(work, sums, x.chosen, of, first_row, pairs, queries)
+
+
+class Product(NamedTuple):
+    """A part of the rows of tokens: the sum of weights times x over the heads, in some columns."""
+
+    x: Tensor  # [B, Hq, Nq, .]
+    weights: Tensor  # [queries of the chunk * group, choices]
+    column: int
+    columns: int
+    y: Tensor | None = None  # a second product in the same columns
+    y_weights: Tensor | None = None
+
+
+def _write_dq(ds: Tensor, k: Tensor, chosen: Chosen, dq: Tensor, of: Sizes, first_row: int, rows: int) -> None:
+    tile = dq_tile(of.group, ds.element_size())
     for column, count in ((0, of.shape.LOW), (of.shape.PADDED_LOW, of.shape.HIGH)):
         if count:
             piece = min(power(count), tile.columns)
             dq_kernel[(rows * tile.tiles * -(-count // piece),)](
-                ds, x.k, *x.chosen, x.dq, *of.numbers, first_row, strides_of(x.k, x.dq), column, count, piece,
-                tile.heads, tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece),
-                num_stages=3,
+                ds, k, *chosen, dq, *of.numbers, first_row, strides_of(k, dq), column, count, piece, tile.heads,
+                tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece), num_stages=3,
             )  # fmt: skip
-    counts, ends, places = places_of(x.chosen, of, first_row, pairs, queries)
-    first_token = first_row // of.q_len * of.k_len
-    dim, v_dim = x.q.shape[3], x.out.shape[3]
-    work: list[tuple[int, list[tuple[Any, ...]]]] = []
-    if x.v is None:
-        work.append((dim, [(x.q, ds, x.dout, p, 0, v_dim), (x.q, ds, None, None, v_dim, dim - v_dim)]))
-    else:
-        work.append((dim, [(x.q, ds, None, None, 0, dim)]))
-        work.append((v_dim, [(x.dout, p, None, None, 0, v_dim)]))
-    for (width, products), total in zip(work, sums, strict=True):
-        partial = torch.empty(rows * of.choices, width, dtype=torch.float32, device=device)
-        for left, weights, other, other_weights, column, count in products:
-            if count == 0:
+
+
+def _add_rows(
+    work: list[list[Product]], sums: list[Tensor], chosen: Chosen, of: Sizes, first_row: int, pairs: int, queries: int
+) -> None:
+    """Adds the rows of a chunk to the sums of their tokens, in order. work: the products that make each of `sums`."""
+    counts, ends, places = places_of(chosen, of, first_row, pairs, queries)
+    rows, first_token = pairs * queries, first_row // of.q_len * of.k_len
+    for products, total in zip(work, sums, strict=True):
+        width = total.shape[1]
+        partial = torch.empty(rows * of.choices, width, dtype=torch.float32, device=total.device)
+        for x, weights, column, columns, y, y_weights in products:
+            if columns == 0:
                 continue
-            tile = rows_tile(of.group, dtype.itemsize)
-            piece = min(power(count), tile.columns)
-            rows_kernel[(rows * -(-count // piece),)](
-                left, weights, other, other_weights, x.chosen.counts, places, partial, of.q_len, of.kv_heads, of.group,
-                of.choices, first_row, width, strides_of(left, other), piece, column, count, tile.heads, tile.tokens,
-                of.precision, num_warps=tile.warps(piece), num_stages=2,
+            tile = rows_tile(of.group, x.element_size())
+            piece = min(power(columns), tile.columns)
+            rows_kernel[(rows * -(-columns // piece),)](
+                x, weights, y, y_weights, chosen.counts, places, partial, of.q_len, of.kv_heads, of.group, of.choices,
+                first_row, width, strides_of(x, y), piece, column, columns, tile.heads, tile.tokens, of.precision,
+                num_warps=tile.warps(piece), num_stages=2,
             )  # fmt: skip
         wide = power(width)
         sum_kernel[(pairs * of.k_len,)](

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 MOST_HEADS = 256  # that share a key head
 MOST_DIM = 576
+MOST_DIM_OF_FP32 = 256  # its products are of three pieces a number, which more columns would not leave in registers
 _MOST_ROWS = 64  # of a tile of heads
 
 

@@ -2,10 +2,9 @@
 
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
-DIM: of all tensors, or D/Dv, as 192/128. Features: as in experiments.benchmarks.compile.hopper. Where there is no
-backward the forward alone is compiled.
+DIM: of all tensors, or D/Dv, as 192/128. Features: as in experiments.benchmarks.compile.hopper.
 
-Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it reports on that version.
+Needs a process in which Triton compiles.
 """
 
 import json
@@ -95,9 +94,7 @@ def spilled_in_steps(sass):
 
 
 def exponentials_under_products(sass):
-    """How many exponentials stand between a wait for all products except those with one or two pieces of values, and
-    the next wait: they run under these products.
-    """
+    """How many exponentials run under the products of one or two pieces of values."""
     found, count = [], None
     for line in sass.splitlines():
         if "WARPGROUP.DEPBAR.LE gsb0" in line:
@@ -110,10 +107,8 @@ def exponentials_under_products(sass):
 
 
 def stores_of_weights(ptx):
-    """How often threads store weights to shared memory for a product, and how often every thread then fences its
-    stores and waits for both warpgroups before the product. In the emulator a warpgroup is one thread, which needs no
-    barrier.
-    """
+    """How often threads store weights to shared memory for a product, and how often every thread then fences its stores
+    and waits for both warpgroups. In the emulator a warpgroup is one thread."""
     names = {"stmatrix": "s", "fence.proxy.async": "f", "wgmma.mma_async": "p", "bar.sync 0, 256;": "b"}
     found = re.findall(r"stmatrix|fence\.proxy\.async|wgmma\.mma_async|bar\.sync\s+0, 256;", ptx)
     order = "".join(names[re.sub(r"\s+", " ", each)] for each in found)

@@ -1,5 +1,3 @@
-"""Masks of 16,384 tokens for tests of the Hopper plans."""
-
 import torch
 
 from sparseflash import BlockMask

@@ -1,4 +1,4 @@
-"""Problems that the Hopper kernels take, their results in our interpreter, and the tolerance of these."""
+"""Problems that the Hopper kernels take, their results in our interpreter, and their tolerance."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,12 +32,12 @@ from tests.drawn.problems import Problem, problems
 from tests.interpreting.gluon import Interpreted
 
 HALF = (torch.float16, torch.bfloat16)
-CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row of more than a tile, into its tiles
-PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column of more than an entry, into its entries
+CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row, into its tiles
+PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column, into its entries
 
 
 def fixed_among(kinds):
-    """The kinds of score modifications among these whose tensors have no gradient in the kernels."""
+    """The kinds whose tensors have no gradient in the kernels."""
     return ("log_decay", "alibi") if "softcap" in kinds else ("log_decay",)
 
 
@@ -60,8 +60,8 @@ def interpreted(
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
-    lengths: int32 `[2, B]`, of queries and keys, if not the mask's. backward: changes of its configuration. changes:
-    score modifications; the gradients of their tensors that require one come after the others.
+    lengths: int32 `[2, B]`, if not the mask's. backward: changes of its configuration. changes: score modifications;
+    the gradients of their tensors come after the others.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:
@@ -112,7 +112,7 @@ def interpreted(
                 gradients += tuple(x for x in learned if x is not None)
     assert counter.item() == 0, "the next launch would not begin with the first item"
     sink = None if changes is None else changes.find("sink")
-    if sink is not None:  # as in `attention`
+    if sink is not None:
         whole = completed(lse, sink.logits)
         if gradients and dlse is not None and sink.logits.requires_grad:
             *gradients, of_sink = gradients
@@ -122,7 +122,7 @@ def interpreted(
 
 
 def run(problem, *, gradients=False, through_lse=True, **how):
-    """`interpreted`, for a problem. Every call makes the mask anew, and so the plan."""
+    """`interpreted`, for a problem. Every call makes the mask and the plan anew."""
     q, k, v, dout, dlse = inputs(problem)
     mask = None if problem.recipe is None else problem.recipe.mask()
     return interpreted(
@@ -132,7 +132,7 @@ def run(problem, *, gradients=False, through_lse=True, **how):
 
 def assert_exact(problem, got):
     truth = results(problem, "reference", "cpu", torch.float64)
-    magnitude = {"lse": 8.0 * max(1.0, abs(scale_of(problem)) * problem.dim**0.5)}  # a sum of scores
+    magnitude = {"lse": 8.0 * max(1.0, abs(scale_of(problem)) * problem.dim**0.5)}
     names = Results._fields[: len(got)]
     draws, factor = plain_draws(problem, "cpu", None, truth)
     by_name = (dict(zip(names, values, strict=False)) for values in (got, truth))
@@ -141,7 +141,7 @@ def assert_exact(problem, got):
 
 
 def of_hopper(problem):
-    """The problem within the kernels' limits: with a mask, rows that begin at multiples of 16 bytes, no dropout."""
+    """The problem within the kernels' limits."""
     layout = "tokens first" if problem.layout == "sliced" else problem.layout
     scale = None if problem.scale is None else abs(problem.scale)
     recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
@@ -163,12 +163,12 @@ def drawn(**more):
 
 
 def wide(offsets, near=20):
-    """Buckets of 384 offsets each; nearer than `near` to the diagonal, of one offset each."""
+    """Buckets of 384 offsets each; nearer than `near`, of one offset each."""
     return torch.where(offsets.abs() < near, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
 
 
 def some_problem(**more):
-    """Full, partial and dead tiles, a ragged end, empty rows, sequences of several lengths, grouped heads."""
+    """Full, partial and dead tiles, a ragged end, empty rows, several lengths, grouped heads."""
     arguments = {"q_len": 400, "k_len": 520, "block": (128, 128), "heads": [[0, 1]], "holes": "both",
                  "patterns": [["full", "full", "dead"], ["upper", "random", "full"]], "seed": 5}  # fmt: skip
     return replace(

@@ -1,4 +1,4 @@
-"""Kernels without one of the lines that order what their warps do: the interpreter must notice each of them."""
+"""Kernels without one of the lines that order their warps: the interpreter must notice each."""
 
 from itertools import product
 from pathlib import Path
@@ -40,9 +40,9 @@ def without(line):
 
 
 def assert_noticed(cases, ways):
-    """Asserts that in one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
+    """In one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
 
-    cases: pairs of a function that runs the kernel, and its right result. A line need not be reached in all of them.
+    cases: pairs of a function that runs the kernel, and its right result.
     """
     for way, (run, right) in product(ways, cases):
         try:

@@ -1,5 +1,3 @@
-"""The backward's plan made by kernels: equal to the plan made by PyTorch's operations, in fewer launches."""
-
 from contextlib import nullcontext
 from unittest import mock
 
@@ -26,7 +24,7 @@ from tests.drawn.masks import SEEDS, block_masks
 from tests.watched.waiting import NoWaiting, waiting_raises
 
 ARRAYS = ("start", "work", "entries", "chain", "words", "merged")
-AT_ONCE = 16  # in place of 64: lists of 40 entries are longer than twice that, too
+AT_ONCE = 16  # in place of 64: lists of 40 entries are longer than twice that
 CUT = cuts.Rule(far=0, worth=0, parts=64, shortest=2)  # every item of more than two entries
 
 
@@ -35,7 +33,6 @@ def columns_of(mask, device="cpu"):
 
 
 def of_rows(lists, q_len, k_len):
-    """How many entries the lists of columns have in every row of every pattern."""
     keys, queries, _ = lists.tiling
     rows, columns = -(-q_len // queries), -(-k_len // keys)
     counted = torch.zeros(len(lists.count) // columns, rows, dtype=torch.int32)
@@ -45,7 +42,7 @@ def of_rows(lists, q_len, k_len):
 
 
 def assert_same(ours, theirs):
-    """Asserts that two plans are equal, except for unused entries."""
+    """Equal except for unused entries."""
     for name in ARRAYS:
         x, y = (getattr(each, name).cpu() for each in (ours, theirs))
         if name == "entries":
@@ -71,7 +68,7 @@ def assert_mask_is_planned_alike(mask, batch=1, heads=1, kv_heads=1, programs=5)
 
 @pytest.fixture(autouse=True)
 def few_entries_at_once(request, monkeypatch):
-    if request.node.get_closest_marker("gpu") is None:  # a kernel compiled earlier keeps the number from then
+    if request.node.get_closest_marker("gpu") is None:  # a compiled kernel keeps the number
         monkeypatch.setattr(timeline, "AT_ONCE", tl.constexpr(AT_ONCE))
 
 
@@ -102,7 +99,7 @@ def test_a_mask_made_at_every_step_is_planned_without_waiting(data, batch, kv_he
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_few_popular_columns_are_cut_alike(heads, kv_heads):
-    """By the default rule: two of many columns, then all. Lists have more entries than are compared at a time."""
+    """By the default rule: two of many columns, then all."""
     rows = torch.arange(3 * AT_ONCE + 8)
     layout = (rows[:, None] - rows).abs() <= 1
     layout[:, (0, 33)] = True
@@ -164,7 +161,7 @@ def test_long_items_that_are_little_of_the_work_of_a_program_do_not_come_first(m
 
 
 def test_lists_that_columns_share():
-    """As in dense attention, where all columns but the last have one list."""
+    """As in dense attention."""
     made = dense_plan((2, 4), 2, (300, 420), (128, 128), torch.device("cpu"))
     assert_planned_alike(made.lists.get(1, Tiling(*reversed(BLOCK))), made.pattern, 2, 300, 420, 7)
 
@@ -201,7 +198,6 @@ def test_where_it_must_not_wait_it_takes_seven_launches_and_two_operations():
 
 
 def test_kernels_assume_the_alignment_only_of_what_always_has_it():
-    """A kernel is compiled once, for the addresses of its first call."""
     shifted = {}
 
     def start(launch, programs, *given):

@@ -1,6 +1,4 @@
-"""The Hopper backward, run from its own source by our interpreter: exact, without deadlock, and with the same bits in
-every interleaving.
-"""
+"""The Hopper backward in our interpreter: exact, without deadlock, and with the same bits in every interleaving."""
 
 from dataclasses import replace
 from functools import partial
@@ -52,7 +50,6 @@ def test_exact_at_any_head_dims(problem, seed, programs, cut):
 @settings(max_examples=settings().max_examples // 2)
 @given(drawn(most_tokens=300, blocks=(128,)), SEEDS, SEEDS, st.integers(1, 16))
 def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs):
-    """Also with more programs than items."""
     problem = replace(problem, recipe=Loosened(problem.recipe, of_arrays))
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed))
 
@@ -160,8 +157,8 @@ def right():
     return [run(some_problem(), **HOW, **case) for case in CASES]
 
 
-# Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers to multiply
-# dP before the exponentials.
+# Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers to
+# multiply dP before the exponentials.
 WIDE = [
     partial(run, some_problem(dim=dim, v_dim=v_dim), gradients=True, programs=4)
     for dim, v_dim in ((256, 256), (192, 128), (144, 64))

@@ -1,6 +1,4 @@
-"""The plan of the Hopper backward: every live tile once, chains without gaps, and an order that cannot deadlock,
-whatever the speeds of programs are.
-"""
+"""Every live tile once, chains without gaps, and an order that cannot deadlock."""
 
 import random
 from collections import OrderedDict
@@ -20,7 +18,7 @@ from sparseflash.backends.triton.schedule.worklists import full_first
 from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
 from tests.drawn.masks import block_masks
 
-CUT = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every item of more than an entry
+CUT = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)
 RULES = [cuts.RULE, CUT, CUT._replace(shortest=3)]
 
 
@@ -32,7 +30,7 @@ def planned(mask, batch=1, heads=16, kv_heads=None, programs=132, rule=cuts.RULE
 
 
 def by_program(made):
-    """The work of every program, item by item: the entries `[row, tile, chain, rank]`."""
+    """The entries `[row, tile, chain, rank]` of every program, item by item."""
     work, entries, start = (x.tolist() for x in (made.work, made.entries, made.start))
     return [[entries[first : first + n] for _, _, first, n, _ in work[a:b]] for a, b in pairwise(start)]
 
@@ -92,12 +90,12 @@ def test_the_ranks_of_a_chain_are_consecutive_and_its_tile_is_one(drawn):
     for row, _, chain, rank in made.entries.tolist():
         assert first[row] <= chain < first[row + 1]
         chains.setdefault(chain, []).append(rank)
-    assert sorted(chains) == list(range(made.chains))  # `finish_kernel` reads all of them, so each must be written
+    assert sorted(chains) == list(range(made.chains))  # `finish_kernel` reads all of them
     assert all(sorted(ranks) == list(range(len(ranks))) for ranks in chains.values())
 
 
 def runs_to_the_end(made, seed):
-    """Whether programs of any speed all end, if each adds in its own order and every entry waits for its rank."""
+    """Whether programs of any speed end, if each adds in its own order and every entry waits for its rank."""
     draw, added = random.Random(seed), [0] * made.chains
     left = [[entry for entries in each for entry in entries][::-1] for each in by_program(made)]
     while any(left):
@@ -146,15 +144,13 @@ def test_programs_have_alike_much_to_do_and_wait_little(name, heads):
 
 @pytest.mark.parametrize("name", ["causal", "dense"])
 def test_programs_that_run_together_read_the_same_tiles_of_queries(name):
-    """A head of 65,536 tokens and more: its queries and their gradients exceed the L2 cache of a GPU."""
+    """From 65,536 tokens on, a head's queries and their gradients exceed the L2 cache."""
     made = planned(getattr(masks, name)(512 * 128, block=128), heads=1)
     assert missed(by_program(made), tiles=256) < 0.05
 
 
 def missed(programs, tiles):
-    """The share of the entries whose tile of queries is not among the `tiles` last used, if all programs are equally
-    fast.
-    """
+    """The share of the entries whose tile of queries is not among the last `tiles`, if programs are equally fast."""
     used, entries, misses = OrderedDict(), 0, 0
     for at_one_time in zip_longest(*([row for each in items for row, *_ in [*each, (None,)]] for items in programs)):
         for row in at_one_time:
@@ -169,7 +165,7 @@ def missed(programs, tiles):
     return misses / entries
 
 
-ITEM, READ, SEEN = 1.5, 0.35, 0.9  # in steps: begin and end of an item; reading by a sender; visibility of an addition
+ITEM, READ, SEEN = 1.5, 0.35, 0.9  # begin and end of an item; reading by a sender; visibility of an addition: in steps
 
 
 def simulated(programs):

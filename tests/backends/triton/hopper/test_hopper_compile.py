@@ -1,7 +1,3 @@
-"""Compiles every configuration of the Hopper kernels with Triton, and checks for spills, serialised products and
-predicates.
-"""
-
 import json
 
 import pytest
@@ -21,7 +17,7 @@ from sparseflash.backends.triton.hopper.configs import (
 )
 from tests.compiling.uninterpreted import python
 
-# Each with "learned" is a backward of its own; a sink and lengths take registers, too.
+# Each with "learned" is a backward of its own.
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
 BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"],
           ["key_bias", "sink", "lengths", "parts"], ["alibi", "key_bias"],
@@ -84,9 +80,7 @@ def test_so_does_the_forward_of_other_head_dims(dims, features):
     check_forward(dims, features)
 
 
-@pytest.mark.parametrize(
-    "dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256), (160, 144)], ids=str
-)
+@pytest.mark.parametrize("dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256)], ids=str)
 def test_and_of_values_with_a_dim_of_their_own(dims):
     check_forward(dims, ["lengths", "parts"])
 
@@ -138,7 +132,9 @@ def check_backward(reports, dims, features):
             # Triton 3.9 spills an address in the branch for partial tiles at (64, 256).
             assert found["spilled_in_steps"] <= (dims == (64, 256)), found
         for each in (*of_keys, of_dq):
-            assert each["spilled"] <= 96 and each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
+            # Outside of steps: addresses and counts of an item.
+            assert each["spilled"] <= (32 if each is of_dq else 96), each
+            assert each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
             assert each["direct"] and not each["two_layouts"]
             assert each["weights"] == [0, 0]
         return
@@ -155,7 +151,7 @@ def compiled_by_another(dim, dtype, features):
 def check(dim, dtype, features):
     reports = compiled_by_another(str(dim), dtype, features)
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
-    if "tile_bias" in features:  # dead tiles are not stored, so none is cleared
+    if "tile_bias" in features:  # dead tiles are not stored
         preparing -= {"clear_kernel"}
     assert reports.keys() == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:
@@ -168,22 +164,19 @@ def check(dim, dtype, features):
     keys = SMALL[1] if "small" in features else BLOCK[1]
     # 16 channels, or keys, an instruction; one more for a bias of keys.
     assert forward["products"] == GROUPS * (dim // 16 + keys // 16 + ("key_bias" in features))
-    # 64 x `keys` scores, 128 threads. Left alone, the compiler would wait before the exponentials.
+    # 64 x `keys` scores, 128 threads.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= keys // 2, forward
     assert forward["predicated"] == 0, "full tiles must not be masked, nor what stays be rescaled"
-    # 24 to 44 here. If the compiler moves the tests of the mask's bits in front of the products, it keeps their results
-    # as predicates until the scores are there: 260 to 524.
+    # 24 to 44 here; 260 to 524 if the compiler moves the tests of the mask's bits in front of the products.
     assert forward["kept_predicates"] < 80, "the mask's bits must be tested in the branch for partial tiles"
-    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses spill then, but no tile, which
-    # would be 32 loads and stores at least. The derivative of a cap is live from the weights to dP, and sums for a
-    # slope, a bias of keys or a table from step to step. These tests run with Triton 3.9, which spills up to 26
-    # registers for them at D=128, where 3.6 spills 2; and one for a bias of pairs, where 3.6 spills none.
+    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Addresses may spill, but no tile, which would be
+    # 32 loads and stores. The derivative of a cap is live from the weights to dP, and sums for a slope, a bias of keys
+    # or a table from step to step: up to 26 spills with Triton 3.9, 2 with 3.6, at D=128.
     of_learned = 26 if "table" in features else 22 if "key_bias" in features else 6
     few = 4 if "softcap" in features else of_learned if {"learned", "bias", "tile_bias"} & {*features} else 0
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward
-    # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows
     assert backward["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16
-    # 128 x `rows` scores, 256 threads, while the other product of the step is computed.
+    # 128 x `rows` scores, 256 threads.
     assert sum(backward["exponentials"]) >= 128 * rows // 256, backward

@@ -1,4 +1,4 @@
-"""The Hopper forward, run from its own source by our interpreter: exact, and without deadlock in any interleaving."""
+"""The Hopper forward in our interpreter: exact, and without deadlock in any interleaving."""
 
 import math
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, r
 @example(some_problem(dim=192, v_dim=128), 0, 3, CUT)
 @example(some_problem(dim=256, v_dim=256), 0, 3, plan.RULE)
 def test_exact_at_any_head_dims(problem, seed, programs, rule):
-    """Two pieces of channels; two steps a tile, except for the empty row of the last example, which has one."""
+    """Two pieces of channels; two steps a tile, but one in the empty row."""
     assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
 
 
@@ -69,7 +69,7 @@ def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs
     ("length", "rule"), [(129, CUT._replace(chunk=2)), *((n, plan.RULE) for n in (0, 1, 127, 128, 129, 256, 300, 500))]
 )
 def test_lengths_cut_a_list_anywhere(length, rule):
-    """Rows with every mixture of full, partial and dead tiles, so that all full ones, or all others, may be past it."""
+    """Rows with every mixture of full, partial and dead tiles."""
     kinds = torch.cartesian_prod(*[torch.arange(3)] * 3)  # of the three tiles of 27 rows: dead, partial, full
     live = (torch.arange(128) % 2 < kinds[..., None]).view(27, 384).repeat_interleave(128, 0)
     mask = BlockMask.from_dense(live, block=128)
@@ -86,7 +86,6 @@ def test_lengths_cut_a_list_anywhere(length, rule):
 
 @pytest.mark.parametrize("kind", ["full", "partial"])
 def test_lengths_cut_lists_of_more_than_128_tiles(kind):
-    """The kernel counts the tiles inside a length 128 at a time."""
     tokens, keys, length = 128, 140 * 64, 137 * 64 + 5
     mask = BlockMask.dense(tokens, keys, block=64)
     if kind == "partial":
@@ -134,9 +133,7 @@ NO_CHANGES = {
 @pytest.mark.parametrize("changed", NO_CHANGES)
 @pytest.mark.parametrize("grows", [7.5, 8.5, 15.0, 17.0, 19.5])
 def test_a_maximum_that_grows_from_tile_to_tile_overflows_nothing_in_fp16(grows, changed, dim, block):
-    """The maximum grows by this many powers of 2 a tile: relative to the first maximum a weight would be above 65,504,
-    the largest fp16.
-    """
+    """The maximum grows by this many powers of 2 a tile: a weight relative to the first maximum would overflow."""
     tokens, keys = 128, 384
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.zeros(1, 1, tokens, dim), torch.zeros(1, 1, keys, dim), torch.randn(1, 1, keys, dim, generator=g)
@@ -157,7 +154,7 @@ def test_a_scale_of_zero_takes_the_mean():
 
 
 def test_one_key_of_a_scale_of_zero_has_an_lse_of_zero():
-    """Not 1e-29, from the smallest scale, which replaces 0 in the kernel; found on a GPU."""
+    """Not 1e-29, from the smallest scale, which replaces 0 in the kernel."""
     arguments = some_problem().recipe.arguments | {"patterns": [["full"]] * 2, "holes": "none", "k_len": 1}
     problem = some_problem(scale=0.0, k_len=1, recipe=Recipe("from_dense", arguments, None))
     assert (run(problem)[1] == 0).all()

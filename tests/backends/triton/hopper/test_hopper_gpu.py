@@ -1,4 +1,4 @@
-"""The Hopper kernels on a GPU. A kernel that hangs cannot be interrupted, so a test's time limit ends the process."""
+"""A kernel that hangs cannot be interrupted: a test's time limit ends the process."""
 
 import itertools
 import random
@@ -35,7 +35,7 @@ def needs_hopper():
 
 @drawn_for_long
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])  # each pair compiles its own kernels
+@pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
 @settings(max_examples=2 * settings().max_examples // 3)
 @given(data=st.data())
 def test_exact_on_the_gpu(dim, dtype, data):
@@ -91,7 +91,6 @@ def test_gradients_of_large_scores(largest, dim, backend):
     check_weights_of_one(largest, gradients_by(backend), dim, "cuda")
 
 
-# Each set of kinds and head dim compiles its own kernels.
 CHANGED = [
     ("softcap",), ("alibi",), ("log_decay",), ("sink",), ("softcap", "alibi", "sink"), ("log_decay", "softcap"),
     ("t5",), ("clipped", "sink"), ("key_bias",), ("alibi", "key_bias", "sink"),
@@ -148,7 +147,7 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, dtype):
 @pytest.mark.parametrize("kind", ["bias", "key_bias", "alibi and key_bias"])
 @pytest.mark.parametrize("value", [-1e9, -1e30, -1e38, torch.finfo(torch.bfloat16).min])
 def test_padding_by_the_lowest_bias(dim, kind, value):
-    """The first queries see padded keys alone, so their weights are equal; their dout is 0."""
+    """The first queries see padded keys alone; their dout is 0."""
     q, k, v, dout, dlse = inputs(1, 2, 1000, dim)
     dout[:, :, :200], dlse = 0.0, torch.zeros_like(dlse)
     mask = masks.causal(1000, block=128).to("cuda")
@@ -310,9 +309,9 @@ def test_entries_that_are_not_finite_stay_where_they_are(dim):
 
 
 def results(q, k, v, mask, dout, dlse, changes=None):
-    """out, lse and the gradients of q, k and v, and of the score modifications' tensors that require one.
+    """out, lse and all gradients.
 
-    The leaves are new: autograd remembers the stream on which a leaf was first used.
+    The leaves are new: autograd remembers the stream of a leaf's first use.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     learned = []
@@ -410,7 +409,7 @@ def test_a_recorded_launch_gives_the_same_bits_at_every_replay():
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_choices_made_at_every_step_have_the_bits_of_masks_made_once(dim, group):
-    """Forwards only: under a mask made once, backwards cut columns, and add in another order."""
+    """Forwards only: backwards of masks made once cut columns."""
     q, k, v, dout, _ = inputs(1, 4, 8192, dim)
     k, v = (x[:, ::group].detach().requires_grad_() for x in (k, v))
     chosen = torch.rand(1, 4 // group, 64, 64, device="cuda")
@@ -467,7 +466,7 @@ def test_long_sequences_of_few_tiles_are_exact():
 
 
 def test_tiles_with_very_many_additions_are_exact():
-    """Global tokens: every tile of keys adds to the first tiles of queries."""
+    """Every tile of keys adds to the first tiles of queries."""
     q, k, v, _, _ = inputs(1, 4, 32_768, 128)
     rows = torch.arange(256)
     layout = ((rows[:, None] - rows).abs() <= 1) | (rows[:, None] < 2) | (rows < 2)
@@ -493,7 +492,7 @@ def test_a_mask_without_a_live_tile_has_gradients_of_zero(dim, planned_on):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_items_of_an_odd_number_of_steps_are_exact(dim, tiles):
-    """The senders take turns over the steps of all items; they hung where a compiler lost the count between items."""
+    """The senders take turns over the steps of all items."""
     mask = masks.documents([128 * tiles] * 24, block=128).to("cuda")
     q, k, v, _, _ = inputs(2, 8, 128 * tiles * 24, dim)
 
@@ -504,7 +503,7 @@ def test_items_of_an_odd_number_of_steps_are_exact(dim, tiles):
 
 
 def grouped(tokens, heads, kv_heads, dim, dtype=torch.bfloat16):
-    """BigBird, whose global columns are too long for one program if several query heads share their keys."""
+    """BigBird, whose global columns are too long for one program."""
     q, _, _, dout, dlse = inputs(1, heads, tokens, dim, dtype)
     k, v = (torch.randn(1, kv_heads, tokens, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
     mask = masks.bigbird(tokens, block=128).to("cuda")

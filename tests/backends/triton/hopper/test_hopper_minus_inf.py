@@ -1,5 +1,3 @@
-"""Scores of -inf in the Hopper kernels: in our interpreter, and on a GPU with the marker `gpu`."""
-
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +8,7 @@ from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
 from tests.backends.triton.hopper.hopper_problems import CUT, HALF, PARTS, interpreted
 from tests.compared.minus_inf import Case
 
-# The kernels take biases of pairs of q's dtype, in aligned rows, and without gradients if they are shared.
+# The kernels take biases of pairs in q's dtype, in aligned rows.
 CASES = {
     "bias": Case("bias", torch.float16, half=True),
     "shared bias": Case("shared bias", torch.float16, half=True, learned=False),

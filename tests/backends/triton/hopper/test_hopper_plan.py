@@ -1,5 +1,3 @@
-"""The plan of the Hopper forward: every live tile once, rows in their own order, programs busy to the end."""
-
 import heapq
 from unittest import mock
 
@@ -35,7 +33,7 @@ def planned(mask, batch, heads, *, programs=132, rule=plan.RULE):
 
 
 def walked(made):
-    """`{number: [(block, tile) of its chunks one after the other]}`, and the parts in order."""
+    """`{number: [(block, tile)]}`, and the parts in order."""
     index, tile, found, parts = made.index.tolist(), made.tile.tolist(), {}, {}
     for number, start, full, count, block, first_tile, part, _ in made.work.tolist():
         entries = list(zip(index[start : start + count], tile[start : start + count], strict=True))
@@ -99,7 +97,7 @@ def test_long_rows_of_few_queries_are_cut():
 
 @given(st.data(), SEEDS)
 def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
-    """Whatever its arrays are, planned by operations and by kernels."""
+    """Planned by operations and by kernels."""
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     mask = made_dynamic(data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads)), seed)
     uncut = plan.RULE._replace(worth=float("inf"))
@@ -149,7 +147,7 @@ def test_the_start_order_is_a_permutation(lengths, programs):
 
 
 def latest_end(work, programs):
-    """When the last program ends, over the mean, if a tile takes 1 and each item 1 more."""
+    """When the last program ends, over the mean; a tile takes 1 and each item 1 more."""
     free = [0.0] * programs
     for count in work[:, 3].tolist():
         heapq.heapreplace(free, free[0] + count + 1)
@@ -160,7 +158,7 @@ def latest_end(work, programs):
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_programs_are_busy_to_the_end(name, heads):
     made = planned(mask_of(name), 1, heads)
-    # Where all items are alike nothing can be better than whole rounds.
+    # Nothing can be better than whole rounds.
     counts = made.work[:, 3]
     rounds = -(-len(counts) // 132) / (len(counts) / 132) if bool((counts == counts[0]).all()) else 1.0
     assert latest_end(made.work, 132) <= max(1.05, rounds * 1.001)
@@ -174,7 +172,6 @@ def test_too_many_items_are_refused():
 
 
 def prepared(mask, *, merges=False):
-    """The passes of a mask, each under the same key, as for tensors of one layout."""
     q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if merges else plan.RULE
     with mock.patch.object(plan, "RULE", rule):

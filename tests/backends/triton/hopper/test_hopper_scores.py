@@ -1,5 +1,3 @@
-"""Score modifications in the Hopper kernels: run by our interpreter, and which ones the kernels support."""
-
 import contextlib
 import math
 from unittest import mock
@@ -69,12 +67,12 @@ def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, h
 
 @settings(max_examples=settings().max_examples // 3)
 @given(
-    drawn(most_tokens=300).filter(lambda problem: problem.q_len > 1),  # with one query it is a bias of keys
+    drawn(most_tokens=300).filter(lambda problem: problem.q_len > 1),
     st.booleans(), st.sampled_from([(), ("sink",)]), SEEDS, st.integers(1, 5),
     st.sampled_from([plan.RULE, CUT]), st.sampled_from([cuts.RULE, PARTS]),
 )  # fmt: skip
 def test_biases_of_pairs_are_exact(problem, shared, others, seed, programs, rule, cut):
-    """Biases that batch elements or heads share have no gradient."""
+    """Shared biases have no gradient."""
     for kind in ("aligned bias", *(["tile bias"] if (problem.mask.block_q, problem.mask.block_k) == BLOCK else [])):
         which = {"fixed": (kind,)} if shared else {"own": (kind,)}
         case = Scored(problem, (kind, *others), shared, half=True, **which)
@@ -108,11 +106,11 @@ def test_under_a_tiny_scale_products_and_slopes_may_be_of_any_size(scale):
     def run(q, k, v, problem, changes):
         return interpreted(mask, q, k, v, problem.scale, changes=changes)
 
-    # In one of fifty draws the two largest scores of some query, of 10^6, differ by less than their rounding.
+    # In one of fifty draws two scores of 10^6 differ by less than their rounding.
     torch.manual_seed(0)
     mask = masks.causal(200, block=128)
     q, k, v = (factor * torch.randn(1, 2, 200, 64).bfloat16() for factor in (1e15, 1e15, 1.0))
-    changes = scores.alibi(torch.tensor([0.1, 1e19])) + scores.temperature(torch.ones(2))  # whose calls are not cached
+    changes = scores.alibi(torch.tensor([0.1, 1e19])) + scores.temperature(torch.ones(2))  # not cached
     asked = {"scores": changes, "scale": scale, "return_lse": True}
     with mock.patch.object(api, "scored_attention", run):
         found = attention(q, k, v, mask, **asked, backend="triton")
@@ -201,7 +199,7 @@ def test_tiles_with_one_bucket_far_from_both_ends(q_len, k_len, dim):
 
 def test_entries_of_minus_infinity_are_a_window():
     q, k, v, dout = (torch.randn(1, 1, 500, 64).bfloat16() for _ in range(4))
-    table = torch.tensor([[-torch.inf, *[0.0] * 7]]).requires_grad_()  # far in the past
+    table = torch.tensor([[-torch.inf, *[0.0] * 7]]).requires_grad_()
 
     def past(offsets):
         return (offsets + 300).clamp(0, 7)
@@ -221,7 +219,7 @@ def test_entries_of_minus_infinity_are_a_window():
 @pytest.mark.parametrize("shape", [(1, 1, 520), (2, 4, 520), (1, 4, 1), (2, 1, 1), (2, 1, 520)])
 @pytest.mark.parametrize("cut", [cuts.RULE, PARTS])
 def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
-    """The query heads of a group have different patterns, so their steps have different queries."""
+    """The query heads of a group have different patterns."""
     recipe = some_problem().recipe
     recipe = Recipe("from_dense", recipe.arguments | {"heads": [[0, 1, 1, 0]]}, (400, 250))
     problem = some_problem(recipe=recipe, heads=4, kv_heads=2)
@@ -243,7 +241,7 @@ def check_against_reference(got, tensors, mask, changes, dout, dlse):
 
 @pytest.mark.parametrize(("dim", "rule"), [(64, CUT), (128, plan.RULE)])
 def test_biases_of_minus_infinity_are_padding(dim, rule):
-    """They pad some keys, whole tiles of keys, and all keys."""
+    """Some keys, whole tiles of keys, and all keys."""
     q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
     dlse = torch.randn(3, 2, 300)
     live = torch.arange(300) < torch.tensor([250, 100, 0])[:, None, None]
@@ -263,7 +261,7 @@ def test_biases_of_minus_infinity_are_padding(dim, rule):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_biases_of_dead_keys_may_be_anything(value):
-    """Dead keys: hidden by the mask from all queries, in partial or dead tiles, or past the lengths."""
+    """Hidden by the mask, in partial or dead tiles, or past the lengths."""
     q, k, v, dout = (torch.randn(2, 1, 400, 64).half() for _ in range(4))
     dlse, is_seen = torch.randn(2, 1, 400), torch.arange(400) % 300 >= 20
     mask = BlockMask.from_dense(is_seen.expand(400, 400), block=128).with_lengths([400, 390])
@@ -282,7 +280,7 @@ def test_biases_of_dead_keys_may_be_anything(value):
     + [("triton", each) for each in (-1e30, -2e38)],
 )
 def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
-    """Some queries see padded keys alone. The two passes may run on different kernels, as they do by default."""
+    """Some queries see padded keys alone, and the two passes may run on different kernels."""
     q, k, v, dout = (torch.randn(1, 2, 200, 64).half() for _ in range(4))
     values = torch.zeros(1, 1, 200).index_fill(2, torch.arange(100), value).requires_grad_()
     changes, mask = Scores((scores.key_bias(values),)), masks.causal(200, block=128)
@@ -298,19 +296,19 @@ def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
 
 
 def fused(source):
-    """The forward with the scale and the maximum applied in one fused operation, rounded once, as on a GPU."""
+    """Scale and maximum are applied in one fused operation, as on a GPU."""
     exponents = "s * scale - m_safe[:, None]"
     assert exponents in source
     return source.replace(exponents, "gl.fma(s, scale, m_safe[:, None] * -1.0)")
 
 
 @pytest.mark.parametrize(
-    ("scale", "rule", "change"),  # every two beside each other
+    ("scale", "rule", "change"),
     [(0.125, plan.RULE, as_it_is), (0.125, CUT, fused), (1.0, plan.RULE, fused), (1.0, CUT, as_it_is)],
 )
 @pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
 def test_queries_that_see_large_biases_alone(value, scale, rule, change):
-    """Their lse is the bias: rounding leaves nothing of the products. Beyond the limit lse is the limit."""
+    """Their lse is the bias. Beyond the limit lse is the limit."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 400, 64).half() for _ in range(3))
     changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
@@ -352,7 +350,7 @@ def test_gradients_about_the_lowest_lse(value):
 
 @pytest.mark.parametrize("value", [-1e8, -1e9, -1e10, -1e30])
 def test_a_decay_beside_the_lowest_biases_is_finite(value):
-    """The bias is so low that the sum keeps only some bits of a steep decay."""
+    """The sum keeps only some bits of a steep decay."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
     padding = scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value))
@@ -364,7 +362,7 @@ def test_a_decay_beside_the_lowest_biases_is_finite(value):
 @pytest.mark.parametrize("size", [1e3, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
-    """A bias that all keys share does not change the weights, unless it is rounded to the bits of its pieces."""
+    """A bias that all keys share changes no weights."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 300, 64).to(dtype) for _ in range(4))
     values, mask = torch.randn(1, 2, 300), masks.causal(300, block=128)
@@ -378,7 +376,7 @@ def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
 
 @pytest.mark.parametrize(
     ("kind", "dim", "shape", "rule"),
-    [  # every two of these beside each other, but for shapes that only differ in what is shared
+    [  # every two beside each other
         ("bias", 64, (1, 1), plan.RULE),
         ("bias", 64, (2, 2), CUT),
         ("bias", 128, (2, 1), CUT),
@@ -389,14 +387,13 @@ def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
     ],
 )
 def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rule, kind):
-    """In partial and dead tiles, and past the lengths of queries and keys."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 2, 400, dim).bfloat16() for _ in range(4))
     ends, dlse = torch.tensor([400, 250]), torch.randn(2, 2, 400)
     mask = masks.causal(400, block=128).with_lengths(ends)
     past = torch.arange(400) >= ends.view(-1, 1, 1)
     is_dead = torch.ones(400, 400, dtype=torch.bool).triu(1) | past[..., None] | past[..., None, :]
-    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # shared biases: dead for both sequences
+    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # dead for both sequences
     values, found = torch.randn(*shape, 400, 400).bfloat16(), []
     for fill in (0.0, torch.nan):
         filled, learns = values.masked_fill(is_dead, fill), shape == (2, 2)
@@ -421,7 +418,6 @@ def memory_is_nan():
 @pytest.mark.parametrize(("rule", "cut"), [(plan.RULE, cuts.RULE), (CUT, PARTS)], ids=["whole", "cut"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_biases_of_pairs_under_several_patterns_are_exact(dim, rule, cut, kind):
-    """Dead tiles, and tiles of the other head's pattern, have gradients of zero."""
     case = Scored(some_problem(dim=dim, v_dim=dim), (kind, "sink"), half=True, own=(kind,))
     check_results(case, run(case, rule=rule, cut=cut))
 
@@ -429,7 +425,6 @@ def test_biases_of_pairs_under_several_patterns_are_exact(dim, rule, cut, kind):
 @pytest.mark.usefixtures("memory_is_nan")
 @pytest.mark.parametrize("lengths", [(400, 250), (400, 0)])
 def test_biases_of_pairs_have_gradients_of_zero_past_the_lengths_of_a_dense_mask(lengths):
-    """Every tile is live, so nothing is cleared."""
     q, k, v, dout = (torch.randn(2, 2, 400, 64).half() for _ in range(4))
     mask, values = BlockMask.dense(400, block=128).with_lengths(lengths), torch.randn(2, 2, 400, 400).half()
     found = interpreted(mask, q, k, v, 0.125, dout, changes=Scores((scores.bias(values.requires_grad_()),)))
@@ -457,7 +452,6 @@ def test_biases_of_pairs_without_a_live_tile_have_gradients_of_zero(kind):
     [(torch.float16, -65504.0), *((torch.bfloat16, x) for x in (-1e6, -1e30, -1e38, torch.finfo(torch.bfloat16).min))],
 )
 def test_padding_by_the_lowest_bias_of_pairs_is_finite(dim, dtype, value):
-    """The first queries see padded keys alone."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 200, dim).to(dtype) for _ in range(4))
     values = torch.zeros(1, 2, 200, 200, dtype=dtype)
@@ -471,7 +465,7 @@ def test_padding_by_the_lowest_bias_of_pairs_is_finite(dim, dtype, value):
     (wanted_dq,) = torch.autograd.grad(wanted, given[:1], dout.double())
     torch.testing.assert_close(out[:, :, 100:], wanted[:, :, 100:].to(dtype), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(dq[:, :, 100:], wanted_dq[:, :, 100:].to(dtype), rtol=2e-2, atol=2e-2)
-    # If all scores are this large, fp32 does not hold their differences.
+    # fp32 does not hold the differences of scores this large.
     alike = v[:, :, :100].double().cumsum(2) / torch.arange(1, 101)[:, None]
     if value < -1e9:
         torch.testing.assert_close(out[:, :, :100], alike.to(dtype), rtol=1e-2, atol=1e-2)
@@ -491,7 +485,7 @@ def test_a_table_is_rounded_as_by_the_portable_kernels():
 
 @pytest.mark.parametrize("add", [-3, 5, 1000])
 def test_a_bucket_outside_the_table_is_the_nearest_where_nobody_could_refuse_it(add):
-    """Under `torch.compile` the range is not checked. Some tiles have one bucket, others many."""
+    """Under `torch.compile` the range is not checked."""
     q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
     table = torch.randn(2, 32, requires_grad=True)
     codes = Scores((scores.relative(table, scores.t5_buckets()),)).prepared(sizes_of(q, k)).changes[0]
@@ -503,7 +497,6 @@ def test_a_bucket_outside_the_table_is_the_nearest_where_nobody_could_refuse_it(
 
 
 def test_positions_are_aligned_at_the_ends():
-    """The first of 130 queries stands at key 390 - 130."""
     recipe = Recipe("causal", {"q_len": 130, "k_len": 390, "block": 128})
     for kinds in (("alibi",), ("log_decay", "softcap"), ("t5",)):
         problem = some_problem(recipe=recipe, q_len=130, k_len=390, heads=4, kv_heads=2)
@@ -512,7 +505,6 @@ def test_positions_are_aligned_at_the_ends():
 
 
 def test_the_derivative_of_a_cap_is_that_of_each_score():
-    """Scores are far beyond the cap, at it and far below it."""
     for scale in (0.01, 1.0, 4.0):
         case = Scored(some_problem(scale=scale), ("softcap",))
         check_results(case, run(case))
@@ -556,7 +548,7 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
 
 
 def families_and_refusal(changes):
-    """The families of both passes of a call on a Hopper GPU, and why the Hopper kernels refuse the backward."""
+    """The families of both passes, and why the Hopper kernels refuse the backward."""
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
     return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
@@ -664,15 +656,13 @@ def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradie
 def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
     q, slopes = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta"), torch.ones(4, requires_grad=True)
     asked = {"scores": scores.log_decay(slopes), "capability": (9, 0), "backend": "hopper"}
-    with torch.no_grad():  # so attention runs the forward
+    with torch.no_grad():
         found = explain(q, q, q, masks.causal(8192), **asked)
     assert (found.forward.family, found.forward.refusals, found.backward.family) == ("hopper", (), None)
     assert found.backward.refusals == (("hopper", NO_GRADIENT),)
     assert f"backward: no kernels\n  not hopper: {NO_GRADIENT}\n" in str(found)
     assert [each.kernel for each in found.kernels] == ["forward"]
-    with pytest.raises(
-        ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"
-    ):  # as attention does
+    with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"):
         explain(q, q, q, masks.causal(8192), **asked)
 
 

@@ -1,5 +1,3 @@
-"""Which requests the Hopper kernels refuse, and the reasons they give."""
-
 from unittest import mock
 
 import pytest

@@ -1,5 +1,3 @@
-"""The benchmark of short calls: its calls give right results, and its table shows measurements and failures."""
-
 from unittest import mock
 
 import pytest
@@ -26,7 +24,7 @@ from experiments.measurements import Run, read
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=2, heads=2, tokens=256, dim=16, block=64)
-CLOSE = {"atol": 2e-2, "rtol": 2e-2}  # bf16
+CLOSE = {"atol": 2e-2, "rtol": 2e-2}
 
 
 def causal_attention(q, k, v, live=True):

@@ -1,5 +1,3 @@
-"""All kernels fit in the shared memory of each GPU: a few through the compiler, the others as they were stored."""
-
 import json
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +10,7 @@ from experiments.benchmarks.compile.pairs import pairwise
 from tests.compiling.uninterpreted import python
 
 STORED = sorted((Path(__file__).parents[4] / "experiments/results/compile").glob("fits-triton-*.csv"))
-# The kernel of each exceeded shared memory with the stages that were chosen for the tiles alone.
+# Their kernels exceeded shared memory with the stages chosen for the tiles alone.
 TOO_LARGE = {
     "a bias in fp32 and a function, H100": (
         'arch=90, arithmetic="float16", dims=(128, 128), block=128, tokens=128, lengths=True, pairs="bias fp32", '

@@ -1,5 +1,3 @@
-"""Compiled kernels are those that were asked for, and ptxas's reports are about them."""
-
 import json
 
 import pytest
@@ -27,7 +25,7 @@ def test_what_ptxas_says_is_of_the_code_that_is_launched():
 
 
 def test_hopper_kernels_of_one_process_are_those_that_were_asked_for(monkeypatch):
-    """Passes are cached by a key, which does not contain everything that a mask or a rule may change."""
+    """Cached passes have a key, which leaves out some contents of masks and rules."""
     monkeypatch.setattr(BoundLaunch, "compiled", lambda self: self)
     found = [
         hopper.compiled(dim, torch.bfloat16, features)["forward_kernel"][0].launch

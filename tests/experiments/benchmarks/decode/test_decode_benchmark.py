@@ -1,5 +1,3 @@
-"""The benchmark of decoding measures calls that agree where they must."""
-
 from dataclasses import replace
 
 import pytest

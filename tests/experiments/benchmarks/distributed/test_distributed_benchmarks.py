@@ -1,5 +1,3 @@
-"""Plans simulated for many ranks, and times of two processes."""
-
 import warnings
 
 import pytest
@@ -19,7 +17,7 @@ def test_a_simulation_records_every_plan(tmp_path):
     result = CliRunner().invoke(app, ["simulate", *options, "--ranks", "1024", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     found = {each.name.removeprefix("distributed/simulated/"): each for each in read(tmp_path / "distributed.jsonl")[1]}
-    # 16,384 tokens are 128 blocks, too few for 1,024 ranks.
+    # 128 blocks are too few for 1,024 ranks.
     assert [name for name in found if name.endswith("plan/host")] == [
         f"{pattern}/16384-tokens/{ranks}-ranks/plan/host" for pattern in ("butterfly", "causal") for ranks in (2, 64)
     ]
@@ -47,7 +45,7 @@ def test_a_measurement_without_torchrun_is_refused(tmp_path):
 
 
 def timed_briefly(*command):
-    """The command with short series, because tests check only which calls are timed. Deprecated names are errors."""
+    """With short series: only which calls are timed is checked."""
     from experiments.benchmarks.distributed import measure
 
     warnings.simplefilter("error", FutureWarning)

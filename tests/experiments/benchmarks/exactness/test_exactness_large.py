@@ -1,5 +1,3 @@
-"""The cases whose numbers hardly fit, in tiny sizes, in the interpreter."""
-
 import pytest
 import torch
 from typer.testing import CliRunner

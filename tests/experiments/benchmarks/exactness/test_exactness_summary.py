@@ -1,5 +1,3 @@
-"""From the records of an exactness run to its measurements."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""A function is called in a process of its own, with caches of its own."""
-
 import os
 import sys
 import time

@@ -1,5 +1,3 @@
-"""The harness of benchmarks: what is compared, timed, recorded, printed and refused."""
-
 import os
 import subprocess
 import sys
@@ -51,7 +49,7 @@ def test_ways_are_timed_in_turns_inside_their_context(bench):
 def test_host_calls_are_timed_in_loops_as_microseconds(bench):
     order = []
     bench.time("a", {"ours": Way(lambda: order.append(1), settings={"tokens": 3})}, host_calls=10)
-    assert len(order) == 3 * (10 + 3)  # three to warm up
+    assert len(order) == 3 * (10 + 3)
     (found,) = bench.measurements
     assert (found.unit, found.settings) == ("us", {"tokens": 3})
 

@@ -1,5 +1,3 @@
-"""The benchmark of Transformers' models tells equal from other functions, and has a row for each failure."""
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -58,7 +56,7 @@ def test_another_function_is_not_exact():
 
 
 def test_a_compiled_model_is_compared_as_it_is_called():
-    torch.compiler.reset()  # PyTorch limits how often it compiles a function, and other tests compiled this one
+    torch.compiler.reset()  # PyTorch limits how often it compiles a function
     model, inputs = made("llama")
     yardstick, ours = Yardstick.of(model, inputs), with_attention(model, OURS)
     graphs = CompileCounter()
@@ -67,9 +65,7 @@ def test_a_compiled_model_is_compared_as_it_is_called():
 
 
 def test_the_truth_is_in_fp64_also_where_models_ask_for_fp32_by_name():
-    """In norms and the softmax. A small step in a parameter before them changes the loss by its gradient, to a part of
-    10,000; in fp32 the change would be less than the rounding.
-    """
+    """In norms and the softmax. In fp32 the change of the loss would be less than its rounding."""
     model, inputs = made("llama")
     wide, step, name = model.double(), 1e-6, "model.layers.0.self_attn.q_proj.weight"
     before, _ = Truth(wide)(inputs(0))
@@ -118,7 +114,7 @@ def test_the_windows_of_a_comparison_are_shorter_than_its_sequences():
 def test_what_cannot_run_is_recorded_with_its_reason(monkeypatch, bench):
     from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-    # As newer versions of Transformers say; older ones leave out the soft cap.
+    # Older versions leave out the soft cap.
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", False)
     measure.measure(bench, BY_NAME["gemma2"], ["eager", "sdpa", "nothing", OURS], SMALL, torch.float32)
     found = failures(bench)
@@ -162,7 +158,6 @@ def test_an_inexact_model_is_named():
 
 @pytest.mark.parametrize(("name", "count"), [("t5", 2 * (40 + 10)), ("llama", 2 * 40), ("swin", 2)])
 def test_rates_count_what_a_batch_has(name, count):
-    """Tokens of the source and the target, tokens, or images."""
     _, inputs = made(name, tokens=40)
     assert BY_NAME[name].count(inputs(0)) == count
 
@@ -219,7 +214,7 @@ def test_the_command_generates(tmp_path):
 def test_what_cannot_generate_is_recorded_with_its_reason(bench):
     model = generating(2, 4, 2, 16, small=True).made(torch.float32, CPU, tokens=60, small=True, check=False)
     ways = [Way("nothing", DYNAMIC), Way(OURS, STATIC), Way(OURS, DYNAMIC)]
-    huggingface.register(masks.local(41, window=9, causal=True, block=16), name="short")  # than prompt and new tokens
+    huggingface.register(masks.local(41, window=9, causal=True, block=16), name="short")
     ways.append(Way("short", DYNAMIC))
     generation.measure(bench, model, ways, 40, 1, new=3, late=lambda: False)
     found = {each.name.removeprefix("huggingface/1x40/"): each.failure for each in bench.measurements}

@@ -1,6 +1,5 @@
-"""The table of operations, bytes and time: the model against a count by hand, the counters' parser, the io."""
-
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,17 +18,28 @@ from experiments.benchmarks.io import (
     cost,
     every_density,
     largest_difference,
-    of_words,
 )
 from experiments.measurements import Run, read
 
 CPU = torch.device("cpu")
-SMALL = Case(DENSE, None, 2, 3, 64, 16, 16, torch.float32)
+SMALL = Case(DENSE, None, 2, 3, 64, 16, 16, "float32")
 
 
-@pytest.mark.parametrize("case", every_density(SMALL), ids=lambda case: case.way)
-def test_a_case_survives_the_command_line(case):
-    assert of_words(case.words()) == case
+def test_ncu_runs_the_case(monkeypatch):
+    given = []
+
+    def ncu(command, **options):
+        given.extend(command[command.index("one") :])
+        return SimpleNamespace(returncode=1, stderr="failed\n")
+
+    monkeypatch.setattr(io.shutil, "which", lambda name: "ncu")
+    monkeypatch.setattr(io.subprocess, "run", ncu)
+    with pytest.raises(io.NoCountersError, match="ncu failed: failed"):
+        io.counted(SMALL, "both")
+    made = []
+    monkeypatch.setattr(io, "calls_of", lambda case, device: made.append(case))
+    done = CliRunner().invoke(app, given)
+    assert made == [SMALL] and isinstance(done.exception, AttributeError)  # of None
 
 
 def test_every_density_is_there_once_densest_first():
@@ -52,7 +62,7 @@ def test_standard_attention_by_the_model():
 
 @pytest.mark.parametrize("factors", [0, 1, 3])
 def test_ours_backward_by_the_model_is_what_the_programs_read(factors):
-    case = Case(BUTTERFLY, factors, 1, 2, 512, 32, 64, torch.bfloat16)
+    case = Case(BUTTERFLY, factors, 1, 2, 512, 32, 64)
     layout = case.mask().to_dense()[0, 0].view(8, 64, 8, 64)[:, 0, :, 0]
     n, d, e, m = 512, 32, 2, 64
     read = 0
@@ -156,11 +166,33 @@ def test_the_command(tmp_path):
     assert all(each.value > 0 for each in found)
 
 
+def test_a_preset_has_the_sizes_that_are_not_given(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(io, "measure", lambda bench, name, shape, counters: made.append((name, shape)))
+    arguments = [
+        "table",
+        "--preset",
+        "theorem",
+        "--dim",
+        "32",
+        "--dim",
+        "64",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--length", "256"])
+    assert done.exit_code == 0, done.output
+    assert made == [("theorem", Case(DENSE, None, 1, 8, 256, dim, 128)) for dim in (32, 64)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["table", "--length", "100"], "must be a multiple of --block"),
-        (["theorem", "--dtype", "int8"], "--dtype must be"),
+        (["table", "--preset", "theorem", "--dtype", "int8"], "--dtype must be from bfloat16, float16, float32"),
+        (["table", "--preset", "other"], "--preset must be from paper, theorem; got other"),
     ],
 )
 def test_options_that_cannot_be_served_are_explained(arguments, message):

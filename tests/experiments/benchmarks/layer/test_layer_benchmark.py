@@ -1,5 +1,3 @@
-"""The benchmark of a compiled layer times what it says."""
-
 from functools import partial
 
 import pytest
@@ -25,7 +23,7 @@ CASE = Case("small", "butterfly", 1, 2, 128, 16, dtype=torch.float32, block=32)
 
 @pytest.fixture(autouse=True)
 def one_graph_without_code(monkeypatch):
-    """Dynamo's and autograd's graphs, run as they are: to make code of them takes seconds, and is PyTorch's part."""
+    """Dynamo's and autograd's graphs, run as they are."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

@@ -1,5 +1,3 @@
-"""The catalogue of patterns: every entry builds what its formula says."""
-
 from itertools import pairwise
 
 import pytest
@@ -10,7 +8,7 @@ from sparseflash import BlockMask, masks
 
 EVERY = pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 WITH_FORMULA = pytest.mark.parametrize("pattern", [p for p in PATTERNS if p.live], ids=lambda pattern: pattern.name)
-TOKENS, BLOCK = 1024, 32  # as in the gallery, and enough for every window
+TOKENS, BLOCK = 1024, 32
 
 
 @WITH_FORMULA

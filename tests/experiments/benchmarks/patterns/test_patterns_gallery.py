@@ -1,5 +1,3 @@
-"""The gallery: a panel a pattern, groups in rows, one small file."""
-
 import numpy as np
 import pytest
 import torch
@@ -22,7 +20,6 @@ def local(name, group="windows", rule="near"):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """What the command wrote, and the page: drawn once, because it takes its time."""
     path = tmp_path_factory.mktemp("gallery") / "deeper" / "gallery.png"
     pages, draw = [], gallery.page
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +109,7 @@ def test_panels_keep_apart_and_on_the_page(columns):
         assert not any(box.overlaps(other) for other in boxes[:number])
     size = figure.get_size_inches() * gallery.DPI
     corners = np.array([[(box.x0, box.y0), (box.width, box.height)] for box in boxes]) * size
-    assert np.allclose(corners, corners.round(), atol=1e-6)  # on whole pixels
+    assert np.allclose(corners, corners.round(), atol=1e-6)
     assert np.allclose(corners[:, 1], gallery.CELLS)
 
 

@@ -1,5 +1,3 @@
-"""The table of patterns: what is measured, how the peer is limited, what is written."""
-
 import json
 import sys
 import time
@@ -41,7 +39,7 @@ def test_a_pattern_is_counted_at_one_length_and_built_at_another(no_analysis):
     assert (row.density, row.tiles, row.at, row.layers) == (small.density, len(small.indices), 320, 5)
     assert (row.tokens, row.megabytes) == (640, large.nbytes / 1e6)
     assert row.seconds > 0
-    assert built.count(640) == 4  # one of them not counted
+    assert built.count(640) == 4
 
 
 def test_building_takes_the_median_of_the_builds_after_the_first(monkeypatch):
@@ -86,7 +84,6 @@ def test_layers_are_those_to_full_reach():
 
 
 def search(times, *, seconds, most=flex.LONGEST):
-    """What `search` reports where building `tokens` tokens takes `times(tokens)` on a clock."""
     now, lines = [0.0], []
 
     def build(tokens):
@@ -226,7 +223,7 @@ def test_table_command_measures_some_and_keeps_the_others(tmp_path, no_analysis)
     result = CliRunner().invoke(cli.app, [*options, "butterfly", "--only", "causal"])
     assert result.exit_code == 0, result.output
     rows = table.load(results)
-    assert list(rows) == ["causal", "local", "butterfly"]  # the catalogue's order
+    assert list(rows) == ["causal", "local", "butterfly"]
     assert rows["local"] == kept
     assert table.markdown(list(rows.values())) in result.output
     assert table.markdown(list(rows.values())) in out.read_text()
@@ -254,7 +251,7 @@ def test_table_command_keeps_the_peers_numbers_where_it_does_not_ask(tmp_path, n
 
 def test_the_peer_is_asked_for_families_unless_told_otherwise():
     by_name = {pattern.name: pattern for pattern in PATTERNS}
-    names = ["local", "local, causal", "expander"]  # the last has no formula
+    names = ["local", "local, causal", "expander"]
     included = {kind: [name for name in names if cli.is_asked(kind, by_name[name])] for kind in cli.PEERS}
     assert included == {"families": names[:1], "all": names[:2], "none": []}
 

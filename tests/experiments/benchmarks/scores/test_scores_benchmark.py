@@ -1,5 +1,3 @@
-"""The benchmark of score modifications runs, and both libraries compute the same in each case."""
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -42,7 +40,6 @@ def test_the_command_times_all_cases_and_writes_a_table(tmp_path):
 def test_first_uses_are_timed_in_new_processes(tmp_path):
     done = CliRunner().invoke(app, [*SMALL, "--first", "--flex", "--case", "sink", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    # FlexAttention has no sinks.
     found = read(tmp_path / "scores.jsonl")[1]
     assert [each.name for each in found] == [
         f"scores/first-use/{case}-{part}/sparseflash" for case in ("plain", "sink") for part in ("forward", "both")

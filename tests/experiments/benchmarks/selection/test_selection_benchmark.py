@@ -1,5 +1,3 @@
-"""The benchmark of choices measures what it says."""
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,5 +1,3 @@
-"""The masks, shapes and operation counts of the speed benchmark."""
-
 import numpy as np
 import pytest
 import torch

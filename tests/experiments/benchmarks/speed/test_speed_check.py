@@ -1,5 +1,3 @@
-"""The speed benchmark times what is right: ours beside fp64, and peers that compute the same."""
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,14 +25,13 @@ Made = Callable[[Case, Pattern, Inputs], Runner]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny operations on a shared machine: threads only wait for one another."""
     with threads(1):
         yield
 
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Measurement]]:
-    """Runs a case with peers that are given as functions, and returns its measurements by PASS/WAY."""
+    """Measurements of a case with the given peers, by PASS/WAY."""
 
     def measure(case: Case, mine: Made = ours, *, right: bool = True, **peers: Made) -> dict[str, Measurement]:
         monkeypatch.setattr(known, "ours", mine)
@@ -48,13 +45,11 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., d
 
 
 def changed(change: Callable[[Tensor], Tensor], case: Case, live: Pattern, inputs: Inputs) -> Runner:
-    """Ours with its output changed."""
     right = ours(case, live, inputs)
     return replace(right, call=lambda q, k, v: change(right.call(q, k, v)))
 
 
 def with_gradient(change: Callable[[Tensor], Tensor], case: Case, live: Pattern, inputs: Inputs) -> Runner:
-    """Ours with the right output and the gradient of v changed."""
     right = ours(case, live, inputs)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -134,7 +129,6 @@ def test_a_peer_that_fails_while_timed_is_reported(measured) -> None:  # type: i
 
 def test_a_peer_may_have_its_own_order_of_dimensions(measured) -> None:  # type: ignore[no-untyped-def]
     def turned(case: Case, live: Pattern, inputs: Inputs) -> Runner:
-        """Everything as [B, H, D, N]."""
         right = ours(case, live, inputs)
         q, k, v = (t.detach().mT.contiguous().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
 
@@ -151,7 +145,7 @@ def test_a_peer_may_have_its_own_order_of_dimensions(measured) -> None:  # type:
 def test_what_is_wrong_in_a_part_of_a_long_head_is_found(row, monkeypatch, measured) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(run, "LIVE_SCORES_IN_FULL", 0)
     case = replace(CASE, length=2048, kind="local", passes=(FORWARD,))
-    value = 0.0 if row == 0 else float("nan")  # the first block is always compared; elsewhere NaN shows without that
+    value = 0.0 if row == 0 else float("nan")  # only the first block is surely compared
 
     def broken(out: Tensor) -> Tensor:
         return out.index_fill(2, torch.tensor([row]), value)
@@ -178,8 +172,8 @@ def test_every_case_of_the_benchmark_has_a_tolerance_for_its_peers() -> None:
 
 @pytest.mark.parametrize("own_order", [False, True])
 def test_peak_memory_counts_the_inputs_once(own_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the allocator: 4 inputs of 1 MiB were there before, a peer with an order of its own copies
-    them, and a step takes 7 MiB more."""
+    """With a stand-in for the allocator: 4 inputs of 1 MiB, copied by a peer with an order of its own; a step takes 7
+    MiB more."""
     inputs = Inputs(*(torch.zeros(2**18) for _ in range(4)))
     mine = Inputs(*(tensor.clone() for tensor in inputs.tensors)) if own_order else inputs
     steps: list[str] = []

@@ -1,4 +1,4 @@
-"""What cuDNN's block-sparse attention is given for each mask, with a stand-in for the package, which needs a GPU."""
+"""With a stand-in for cuDNN's block-sparse attention, which needs a GPU."""
 
 from dataclasses import replace
 
@@ -17,7 +17,6 @@ CASE = Case("case", "butterfly", 2, 2, 1024, 16, dtype=torch.float32)
 
 
 def mask_of(options):
-    """The mask of each head, from lists of key blocks."""
     index, counts = options["q2k_block_index"], options["q2k_block_nums"]
     live = torch.arange(index.shape[-1]) < counts[..., None]
     counted = torch.zeros(*index.shape[:3], index.shape[2], dtype=torch.int32)

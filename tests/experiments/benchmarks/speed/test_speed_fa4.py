@@ -1,4 +1,4 @@
-"""What FlashAttention-4 is given for each mask, with a stand-in for the package, which needs a GPU."""
+"""With a stand-in for FlashAttention-4, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash.interop.fa4 import BlockSparseTensors, from_fa4
 
 LENGTH = 1024
-OWN = ("dense", "causal", "window64", "window256")  # masks that it has arguments for
+OWN = ("dense", "causal", "window64", "window256")
 CASE = Case("case", "butterfly", 1, 2, LENGTH, 16)
-# compile() of the CuTe DSL, which here leaves the function as it is.
 PACKAGE = flashattention4.Package(
     attention=lambda *tensors, **options: (tensors[0], None),
     tensors=BlockSparseTensors,

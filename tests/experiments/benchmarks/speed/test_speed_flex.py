@@ -1,5 +1,3 @@
-"""FlexAttention gets our mask, and what small blocks and groups of heads need."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""The speed benchmark from the command line to its files, on a CPU, and its clocks."""
-
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -27,7 +25,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny operations on a shared machine: threads only wait for one another."""
     with threads(1):
         yield
 
@@ -45,9 +42,9 @@ def measured(folder: Path) -> list[Measurement]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Every case. Folder and output of the run.
+    """Folder and output of a run of every case.
 
-    256 tokens: the largest error of a shorter fp32 output is a matter of luck, for the yardstick as for ours.
+    256 tokens: the largest error of a shorter fp32 output is luck.
     """
     folder = tmp_path_factory.mktemp("everything")
     groups = [word for group in GROUPS for word in ("--group", group)]

@@ -1,5 +1,3 @@
-"""Workloads of models: masks follow their rules, and every kind is right."""
-
 import pytest
 import torch
 

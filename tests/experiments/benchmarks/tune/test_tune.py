@@ -1,5 +1,3 @@
-"""The tuner: what it tries, what it drops and how it judges."""
-
 import json
 
 import pytest
@@ -124,7 +122,7 @@ def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
     ],
 )
 def test_options_that_cannot_be_served_are_explained(arguments, message, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # which the command removes: it is put back after the test
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back after the test
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())

@@ -1,5 +1,3 @@
-"""Turned and mirrored training images: the symmetries of a square, the same in every run; tests are left alone."""
-
 import numpy as np
 import pytest
 import torch
@@ -26,7 +24,6 @@ def test_the_eight_ways_are_those_of_a_square():
     found = {tuple(turned(PIXELS, SIDE, way)) for way in range(8)}
     assert len(found) == 8
     assert tuple(PIXELS) in found
-    # Turning and mirroring what was turned and mirrored gives no ninth.
     for way in range(8):
         assert {tuple(turned(turned(PIXELS, SIDE, way), SIDE, each)) for each in range(8)} == found
     mirrored = turned(PIXELS, SIDE, WAYS["mirror"][1]).reshape(SIDE, SIDE)
@@ -79,7 +76,7 @@ def test_batches_are_the_same_from_any_step_on_and_tests_are_left_alone(drops):
         assert torch.equal(next(resumed).ids, batch.ids)
     plain = collate(data, Order(12, 4, 1).rows(0), shape)
     assert not torch.equal(first[0].ids, plain.ids)
-    assert torch.equal(first[0].lengths, plain.lengths)  # as many pixels as before
+    assert torch.equal(first[0].lengths, plain.lengths)
     (tested,) = evaluation_batches(data, shape, 12, 12)
     assert torch.equal(tested.ids, collate(data, np.arange(12), shape).ids)
 

@@ -1,5 +1,3 @@
-"""Loading the released format, and batches in an order that a resumed run finds again."""
-
 import os
 import shutil
 
@@ -104,7 +102,7 @@ def test_a_bad_line_is_named(released, line, message):
     (released / "basic_train.tsv").write_bytes(RELEASED + line)
     with pytest.raises(ValueError, match=message):
         load("listops", released)
-    assert not list(released.glob("tokens/*train*"))  # nothing half-read is kept
+    assert not list(released.glob("tokens/*train*"))
 
 
 def test_wrong_header_and_empty_file_are_named(released):
@@ -184,8 +182,7 @@ def test_an_epoch_sees_every_example_once(sizes, batch, seed, buckets):
 
 @given(SIZES, st.integers(1, 10), st.integers(0, 5))
 def test_the_examples_of_a_batch_are_of_one_size(sizes, batch, seed):
-    """As far as possible: an epoch has at most one batch of mixed sizes for each border between sizes, and the one that
-    it shares with the next epoch."""
+    """At most one mixed batch in an epoch for each border between sizes, and one shared with the next epoch."""
     sizes = np.array(sizes)
     order = Order(len(sizes), min(batch, len(sizes)), seed, sizes)
     mixed = sum(len(set(sizes[order.rows(step)])) > 1 for step in range(len(sizes) // order.batch))
@@ -218,7 +215,7 @@ def test_rows_are_measured_in_blocks_as_collate_makes_them():
 
 
 def test_rows_can_be_shorter_than_whole_blocks():
-    """For an attention without blocks; the composition of batches does not depend on it."""
+    """For an attention without blocks."""
     lengths = [1, 15, 16, 17, 47, 48, 90]
     whole, eights = Shape(16, 60, cls=16), Shape(16, 60, cls=16, multiple=8)
     made = [collate(examples(lengths), np.array([row]), eights).ids.shape[1] for row in range(7)]
@@ -266,5 +263,5 @@ def test_baselines_are_fitted_on_train_and_scored_on_test(released):
         b"Source\tTarget\r\n( ( ( [MAX 3 ) 5 ) ] )\t5\r\n( ( ( [SM 1 ) 5 ) ] )\t6\r\n"
     )
     majority, root = baselines(load("listops", released))
-    assert (majority.rule, majority.accuracy) == ("majority class", 0.0)  # the majority of train is 4
-    assert (root.rule, root.accuracy) == ("root operator", 0.5)  # [SM -> 6 was seen in train
+    assert (majority.rule, majority.accuracy) == ("majority class", 0.0)
+    assert (root.rule, root.accuracy) == ("root operator", 0.5)

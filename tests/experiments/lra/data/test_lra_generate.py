@@ -1,5 +1,3 @@
-"""Generated files: the published format, the same whatever the number of workers, labelled, complete or absent."""
-
 import csv
 import json
 import random
@@ -66,7 +64,7 @@ def test_workers_end_with_a_killed_parent_and_work_on_at_a_signal_to_all():
         "    print(pool.submit(os.getpid).result() == before, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    # The pipe is closed when the last process has ended that could write into it, so the workers, too.
+    # The pipe closes when the workers, too, have ended.
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=workers.GRACE - 5
     )

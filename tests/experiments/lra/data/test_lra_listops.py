@@ -1,5 +1,3 @@
-"""The ListOps grammar: expressions are well formed, their values right, and their distribution the published one."""
-
 import doctest
 import random
 import statistics
@@ -17,7 +15,6 @@ seeds = st.integers(0, 2**32)
 
 
 def expression(seed: int, longer_than: int = 3, shorter_than: int = 300) -> list[int]:
-    """The first kept draw from a seed."""
     rng = random.Random(seed)
     while True:
         drawn = grammar.draw(rng, longer_than, shorter_than)
@@ -26,7 +23,6 @@ def expression(seed: int, longer_than: int = 3, shorter_than: int = 300) -> list
 
 
 def parse(printed: str):
-    """The printed form as nested pairs, read by its parentheses alone."""
     words = iter(printed.split())
 
     def read():
@@ -43,7 +39,7 @@ def parse(printed: str):
 
 
 def value(tree):
-    """The value of nested pairs, by currying: an operator collects one argument a pair until "]" applies it."""
+    """By currying: an operator collects one argument a pair until "]" applies it."""
     if isinstance(tree, str):
         return int(tree) if tree.isdigit() else tree
     function, argument = value(tree[0]), value(tree[1])
@@ -85,7 +81,7 @@ def test_values_of_known_expressions(printed, result):
 
 @given(seeds)
 def test_expressions_keep_to_the_grammar(seed):
-    arguments = []  # of each open operator
+    arguments = []
     for token in expression(seed):
         if token == grammar.CLOSE:
             assert 2 <= arguments.pop() <= grammar.MAX_ARGS
@@ -112,7 +108,7 @@ def test_giving_up_early_rejects_nothing_that_fits():
 
 
 def test_distribution_is_the_published_one():
-    """Figures measured on a large sample from the original generator, each within four standard errors."""
+    """Measured on a large sample of the original generator, each within four standard errors."""
     rng = random.Random(0)
     draws = 20_000
     kept = [drawn for _ in range(draws) if (drawn := grammar.draw(rng, 500, 2000)) is not None]

@@ -1,5 +1,3 @@
-"""Masks by name, user-defined masks, their picture, and the errors for unknown names."""
-
 import pytest
 import torch
 
@@ -106,7 +104,7 @@ def test_an_error_inside_the_users_module_is_not_hidden(tmp_path):
 
 
 def test_picture_tells_full_and_partial_tiles_apart(tmp_path):
-    mask = library.local(100, window=20, block=32)  # ragged: the last tiles hold 4 tokens
+    mask = library.local(100, window=20, block=32)
     found = torch.from_numpy(kinds(mask))
     assert torch.equal(found >= 2, mask.to_dense()[0, 0])
     assert found[0, 99] == 0 and MEANINGS[0].startswith("empty")

@@ -1,5 +1,3 @@
-"""The classifier: it learns, it does not see padding, and its pooling, positions and schedule are as stated."""
-
 import math
 
 import numpy as np
@@ -53,7 +51,7 @@ def test_step_returns_loss_and_right_answers():
     assert loss.item() == pytest.approx(before.loss, rel=1e-5)
     assert right.item() == round(before.accuracy * 6)
     assert auxiliary.item() == 0.0
-    assert (after.loss, after.accuracy) == pytest.approx((before.loss, before.accuracy))  # lr 0 moved nothing
+    assert (after.loss, after.accuracy) == pytest.approx((before.loss, before.accuracy))
     assert after.examples == 12
 
 
@@ -85,7 +83,6 @@ def test_a_shorter_batch_sees_the_same_as_a_padded_one():
 
 @pytest.mark.parametrize("positions", [each for each in POSITIONS if each != "nested"])
 def test_an_image_without_its_background_is_the_image_with_black_pixels_masked(positions):
-    """Dropping a black pixel is the same as letting no other attend to it, with each pixel where it was."""
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(1, 256, (2, 1024), generator=generator) * (torch.rand(2, 1024, generator=generator) < 0.05)
     from experiments.lra.data.batches import collate
@@ -98,7 +95,7 @@ def test_an_image_without_its_background_is_the_image_with_black_pixels_masked(p
     assert batch.ids.shape[1] < 100
     model = build_model(config, TASKS["image"], BlockMask.dense(1024, block=16)).eval()
     live = pixels > 0
-    alone = BlockMask.from_dense((live[:, :, None] & live[:, None, :])[:, None], block=16)  # [B, 1, N, N]
+    alone = BlockMask.from_dense((live[:, :, None] & live[:, None, :])[:, None], block=16)
     got = model(batch.ids, batch.lengths, batch.places)
     model.masks_for = lambda length, lengths: [alone] * len(model.layers)
     x = []
@@ -228,14 +225,14 @@ def test_schedules():
     assert [lr_schedule.factor("linear", step, 4, progress) for step, progress in ((1, 0), (28, 0.28), (50, 1.2))] == [
         0.5, 0.75, 0.0,
     ]  # fmt: skip
-    # The Long Range Arena writes 0.05 / sqrt(step) with a warm-up of 1000.
+    # The Long Range Arena: 0.05 / sqrt(step) with a warm-up of 1000.
     assert 0.05 / math.sqrt(1000) * lr_schedule.factor("rsqrt", 3999, 1000, 0) == pytest.approx(0.05 / math.sqrt(4000))
 
 
 @pytest.mark.parametrize(("name", "anneals"), [("linear", "linear"), ("cosine", "cos")])
 @pytest.mark.parametrize("task", ["listops", "text", "image"])
 def test_a_schedule_is_that_of_pytorch(name, anneals, task):
-    """The Nystromformer's code uses OneCycleLR: up to the peak in the warm-up, then down."""
+    """The Nystromformer's code uses OneCycleLR."""
     preset = settings_of("nystromformer", task)
     steps, warmup = preset["steps"] // 10, preset["warmup"] // 10
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -257,14 +254,13 @@ def test_the_learning_rate_reaches_its_peak_and_falls_from_there(preset):
         steps, warmup = config.steps, config.warmup
         near = sorted({*range(min(steps, warmup + 3)), *range(warmup, steps, 97)})
         factors = [lr_schedule.factor(config.schedule, step, warmup, step / steps) for step in near]
-        # The arena's Retrieval ends before its warm-up does.
         assert max(factors) == pytest.approx(min(1.0, steps / warmup), rel=1e-3)
         after = [value for step, value in zip(near, factors) if step >= warmup]
         assert after == sorted(after, reverse=True)
 
 
 def test_the_learning_rate_of_a_run_that_ends_by_its_time():
-    """Steps of 10 ms, a warm-up of 1 s, and 4 s in all: at 2.5 s half of the fall is done, whatever --steps says."""
+    """Steps of 10 ms, a warm-up of 1 s, 4 s in all: at 2.5 s half of the fall is done."""
     assert lr_schedule.factor("linear", 250, 100, 2.5 / 4) == pytest.approx(0.5)
 
 
@@ -279,7 +275,7 @@ def test_attention_is_exact_on_the_models_tensors(precision, qk_norm):
     assert 0 < result.ours < (1e-5 if precision == "fp32" else 0.1)
     call = exactness.capture(model, batch, config)
     assert call.q.dtype == (torch.float32 if precision == "fp32" else torch.bfloat16)
-    assert call.dout.abs().sum((1, 3)).count_nonzero() == batch.live_tokens  # every live query has a gradient
+    assert call.dout.abs().sum((1, 3)).count_nonzero() == batch.live_tokens
 
 
 def test_a_wrong_result_is_not_called_exact(monkeypatch):

@@ -1,5 +1,3 @@
-"""The paper's table: only right implementations are timed, accuracies are from runs that belong together."""
-
 import json
 
 import pytest
@@ -35,7 +33,6 @@ def table(tmp_path, *words):
 def finished_run(
     folder, *, seed=0, accuracy=0.37, task="listops", mask="dense", generated=False, data=None, about=None, **config
 ):
-    """The metrics of a run, as train.py leaves them."""
     config = {"seed": seed, "task": task, "mask": mask, "steps": 5000, "device": "auto", **config}
     metrics = {
         "task": task, "generated_data": generated, "mask": mask, "test_accuracy": accuracy, "test_examples": 2000,
@@ -53,7 +50,7 @@ def row(task, variant, batch, *, ms=None, speedup=None, status="ok", reason=""):
 
 
 def test_the_command_measures_tasks_and_variants(tmp_path):
-    tasks = ("listops", "retrieval")  # of one sequence an example, and of two
+    tasks = ("listops", "retrieval")
     result = table(tmp_path, "--tasks", ",".join(tasks))
     assert result.exit_code == 0, result.output
     rows = report.read_times(tmp_path / "out").times
@@ -94,7 +91,6 @@ def test_the_command_measures_tasks_and_variants(tmp_path):
 
 
 def test_every_shape_is_the_tasks_own():
-    """At full size: sequences of the task's length in rows as long as the implementation wants them."""
     found = {}
     for task in FIVE:
         for variant in ("standard", "sdpa", "dense"):
@@ -113,7 +109,7 @@ def test_what_is_wrong_is_not_timed(tmp_path, monkeypatch):
     right = attention.sdpa_attention
     monkeypatch.setattr(attention, "sdpa_attention", lambda q, k, v, live, p: right(q, k, v, live, p) * 1.01)
     result = table(tmp_path, "--tasks", "image", "--variants", "standard,sdpa")
-    assert result.exit_code == 0, result.output  # that is PyTorch's affair
+    assert result.exit_code == 0, result.output
     times = report.read_times(tmp_path / "out").times
     assert [each.status for each in times] == ["ok", "WRONG"]
     assert times[1].ms is None and times[1].error > 1
@@ -224,7 +220,6 @@ def test_a_row_tells_the_chosen_weights_and_their_validation(tmp_path):
         log = [{"kind": "val", "step": step, "accuracy": accuracy}, {"kind": "val", "step": 5000, "accuracy": 0.2}]
         (tmp_path / f"best/seed{seed}/log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in log))
     finished_run(tmp_path / "last/a", keep="last", eval_every=100)
-    # How often it was validated chose the weights of one kind of run, and nothing of the other.
     finished_run(tmp_path / "other", seed=2, keep="best", eval_every=200, about={"tested_step": 200})
     finished_run(tmp_path / "last/b", seed=1, keep="last", eval_every=200)
     best, last, other = collect(tmp_path)
@@ -258,12 +253,12 @@ def test_of_several_settings_none_is_chosen_but_released_data_come_before_genera
 def test_runs_on_other_data_are_other_rows(tmp_path):
     finished_run(tmp_path / "a", seed=0, generated=True, data="seed 1", longer_than=500)
     finished_run(tmp_path / "b", seed=1, generated=True, data="seed 7", longer_than=500)
-    finished_run(tmp_path / "c", seed=1, generated=True, data="seed 1", longer_than=20)  # the data that --data names
+    finished_run(tmp_path / "c", seed=1, generated=True, data="seed 1", longer_than=20)
     assert sorted(each.seeds for each in collect(tmp_path)) == ["0 1", "1"]
 
 
 def test_easier_paths_are_another_task(tmp_path):
-    """Their accuracies, and the rules that avoid the task, are others: 80 % of paths of 6 dashes need no tracing."""
+    """80 % of paths of 6 dashes need no tracing."""
     finished_run(tmp_path / "hard", task="pathfinder32", accuracy=0.7, difficulty="hard")
     finished_run(tmp_path / "easy", task="pathfinder32", accuracy=0.9, difficulty="easy")
     results = Results(accuracies=collect(tmp_path))

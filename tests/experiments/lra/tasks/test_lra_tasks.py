@@ -1,4 +1,4 @@
-"""The loaders on small files in exactly the released formats, each driven through training to a result and a resume."""
+"""The loaders on small files in the released formats, each driven through training to a result and a resume."""
 
 import io
 import pickle
@@ -105,7 +105,7 @@ def test_both_forms_of_cifar_give_the_same_images(tmp_path):
 
 def test_grey_is_the_weighted_sum_of_the_colours():
     colours = np.array([[[0, 255, 255, 0, 0, 100]], [[0, 255, 0, 255, 0, 150]], [[0, 255, 0, 0, 255, 200]]], np.uint8)
-    # TensorFlow's rgb_to_grayscale of the same: floor(255.5 * weighted sum / 255).
+    # TensorFlow's rgb_to_grayscale: floor(255.5 * weighted sum / 255).
     assert grey(colours.transpose(1, 0, 2))[0].tolist() == [0, 255, 76, 149, 29, 141]
 
 
@@ -139,7 +139,7 @@ def test_a_pickle_that_asks_for_code_is_refused_and_nothing_is_imported(content,
 
 
 def nested(levels):
-    """A list of 2 ** levels elements in a file of a few bytes."""
+    """2 ** levels elements in a few bytes."""
     made = [1]
     for _ in range(levels):
         made = [made, made]
@@ -159,7 +159,7 @@ NO_BATCHES = [
     ),
     *(b"\x80\x02h\x07.", b"\x80\x02]]s.", b"(" * 10**5 + b"t" * 10**5 + b".", b"\x80\x02}]" + b"\x85" * 10**5 + b"Ns."),
     b"\x80\x04\x8d" + (2**40).to_bytes(8, "little"),  # a text of a TB
-    b"\x80\x02]r\xff\xff\xff\x7f.",  # room for two thousand million values
+    b"\x80\x02]r\xff\xff\xff\x7f.",  # two thousand million values
     pickle.dumps({b"labels": [3], b"data": PIXELS})[:2000],
     pickle.dumps({b"labels": [3], b"data": PIXELS.astype(np.int8)}),
     pickle.dumps({b"labels": [3], b"data": np.asfortranarray(np.zeros((2, 3072), np.uint8))}),
@@ -193,7 +193,7 @@ def test_batches_of_all_writers_are_read(protocol, tmp_path):
     assert classes.tolist() == labels.tolist() and np.array_equal(colours.reshape(300, -1), data)
 
 
-# As Python 2 and NumPy 1 wrote the files that are downloaded: strings of bytes, and names of an older NumPy.
+# Python 2 and NumPy 1 wrote the released files.
 OF_PYTHON_2 = (
     b"\x80\x02}q\x01(U\x0bbatch_labelq\x02U\x15training batch 1 of 5q\x03U\x06labelsq\x04]q\x05(K\x06K\teU\x04dataq\x06"
     b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\t(K\x01K\x02M\x00\x0c\x86cnumpy\n"
@@ -248,14 +248,12 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
 
 
 def png_header(side):
-    """The header of a grey image of this size, without its pixels."""
     header = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\0\0\0\0"
     chunks = [(13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + bytes(4) + b"IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
 
 
 def npy_header(dtype, shape):
-    """The header of an array, without its values."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
     return file.getvalue()
@@ -341,7 +339,7 @@ def test_of_the_two_folders_pathfinder128_the_inner_one_is_read(given, tmp_path)
     outer = write_pathfinder(tmp_path / "lra_release", side=128, images=10)
     inner = write_pathfinder(tmp_path / "lra_release/lra_release", side=128, images=10)
     assert load("pathfinder128", tmp_path / given).folder == inner
-    assert load("pathfinder128", outer).folder == outer  # what is named itself is taken
+    assert load("pathfinder128", outer).folder == outer
     shutil.rmtree(inner)
     if given != "lra_release/lra_release":
         assert load("pathfinder128", tmp_path / given).folder == outer
@@ -366,15 +364,14 @@ def test_unknown_options_are_refused(options, tmp_path):
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "listops"])
 def test_missing_files_are_named_with_what_to_do(task, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; (place|unpack)"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere does not exist; (place|unpack|pass)"):
         load(task, tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"; (place|unpack)"):
+    with pytest.raises(FileNotFoundError, match=r"; (place|unpack|pass)"):
         load(task, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
-    """Forty generated images, as vectors."""
     from experiments.pathfinder.generate import Settings, generate
     from experiments.pathfinder.parameters import lra
 
@@ -456,7 +453,7 @@ def test_the_cache_is_used_and_follows_the_files(tmp_path):
 
 
 def test_small_heads_are_computed_as_they_are():
-    """The arena's own sizes have heads of 4 and 8 features, which the kernel takes with zeros beside them."""
+    """The arena's heads of 4 and 8 features are padded with zeros."""
     from experiments.training.layers.transformer import SelfAttention
     from sparseflash import attention, masks
 

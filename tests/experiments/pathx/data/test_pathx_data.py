@@ -1,5 +1,3 @@
-"""Batches of fresh images: the same whatever makes them, filled up, disjoint from validation and test."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -113,7 +111,6 @@ def test_paths_of_several_lengths_take_turns():
         image = render(drawn(32, length, recipe.seed, image_index(0, 2, place)))[0]
         pixels = batch.ids[0].reshape(-1, 32)[batch.blocks[place][batch.blocks[place] < 64]]
         assert (pixels > 0).sum() == np.count_nonzero(image)
-    # Validation and tests are of the one length that the stage is named for.
     alone = draw_and_pack(recipe, 0, 2)
     assert alone.labels.tolist() == [int(drawn(32, 9, recipe.seed, index).labels[0]) for index in range(2)]
 
@@ -137,7 +134,7 @@ def test_the_stream_does_not_depend_on_its_workers_and_begins_anywhere():
         assert all(same(a, b) for a, b in first)
         assert same(next(later), first[3][0])
         assert not same(first[0][0], first[1][0])
-        ahead.close()  # a stage that ends drops what was made ahead, and the next one begins
+        ahead.close()
         assert same(next(there.batches(recipe_of(config, 1), 0)), make(recipe_of(config, 1), 0))
 
 

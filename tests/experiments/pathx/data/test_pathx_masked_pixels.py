@@ -1,5 +1,3 @@
-"""Self-pretraining: hidden pixels are named, the answers take no part unless they are to, and results say it."""
-
 import json
 from dataclasses import replace
 
@@ -46,7 +44,7 @@ def test_a_share_of_the_drawn_pixels_is_hidden_and_all_levels_are_kept(form):
     assert (after.ids[changed] == HIDDEN).all()
     assert (after.pixel_labels[drawn] == before.ids[drawn]).all()
     assert (after.pixel_labels[~drawn] == 0).all()
-    assert before.pixel_labels is None  # the packing itself is left alone
+    assert before.pixel_labels is None
     one = hide(before, 1e-9, np.random.default_rng(0))
     assert (one.ids != before.ids).sum() == 1
 
@@ -66,7 +64,6 @@ def test_hidden_pixels_alone_are_asked_for(form):
     torch.nn.init.zeros_(model.tracer.bias)
     _, outcome = losses(model, batch, config)
     assert float(outcome.auxiliary) == pytest.approx(np.log(LEVELS))
-    # What is asked of the other pixels changes nothing.
     labels = torch.where(asked, batch.pixel_labels.long(), 7 * (batch.pixel_labels > 0))
     changed = replace(batch, pixel_labels=labels.to(torch.uint8))
     torch.nn.init.normal_(model.tracer.weight)
@@ -74,7 +71,7 @@ def test_hidden_pixels_alone_are_asked_for(form):
 
 
 def test_steps_without_answers_learn_levels_and_leave_the_head_alone():
-    levels = [np.where(each > 0, 40 + each // 200 * 100, 0).astype(np.uint8) for each in IMAGES]  # two of them
+    levels = [np.where(each > 0, 40 + each // 200 * 100, 0).astype(np.uint8) for each in IMAGES]
     batch = on_device(
         hide(pack(levels, [1, 0, 1], LAYERS, block=32), 0.2, np.random.default_rng(1)), LAYERS, torch.device("cpu")
     )
@@ -139,7 +136,7 @@ def test_files_from_before_this_was_written_tell_what_they_know(about, labels, w
     found = of_model(about)
     assert found == {"labels": labels, "hidden": 0.0}
     assert described(found) == words
-    assert of_run(Config(), {"sha256": "x", "runs": 1})["labels"] is None  # a run that is resumed
+    assert of_run(Config(), {"sha256": "x", "runs": 1})["labels"] is None
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,3 @@
-"""Released images: the tiles that we have, training and testing on folders in the release's layout."""
-
 import json
 import shutil
 from dataclasses import replace
@@ -39,7 +37,7 @@ LABEL_FREE = replace(TINY, auxiliary=0.0, registers=0)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Forty generated images of 32 pixels and of each contour length of TINY's stages, in the release's layout."""
+    """Forty generated images of each contour length of TINY's stages, in the release's layout."""
     folder = tmp_path_factory.mktemp("release")
     for contour in (6, 9):
         parameters = lra(32, contour)
@@ -53,7 +51,7 @@ def tiles():
 
 
 def test_the_tracer_finds_most_paths_of_generated_images_and_invents_few():
-    """It must be known to be right before its answers about released images mean anything."""
+    """Only then its answers about released images mean anything."""
     parameters = lra(128, 14)
     vectors = collect(parameters, 12, [draw(parameters, 12, index) for index in range(60)])
     said = np.array([connected(image) for image in render(vectors)])
@@ -87,7 +85,7 @@ def test_released_pixels_have_the_statistics_of_ours(size, sheet):
         with Image.open(RELEASED / sheet) as file:
             page = np.asarray(file)
         released = np.stack([page[2 : 2 + size, 2 + i * (size + 2) : 2 + i * (size + 2) + size] for i in range(8)])
-    contour = 14 if size == 128 else 9  # paths of 14 dashes take a second each to draw at 64 pixels
+    contour = 14 if size == 128 else 9  # paths of 14 dashes take a second each to draw
     parameters = lra(size, contour)
     ours = render(collect(parameters, 8, [draw(parameters, 8, index) for index in range(12)]))
     assert (released.max((1, 2)) == 255).all() and (released.min((1, 2)) == 0).all()
@@ -96,14 +94,13 @@ def test_released_pixels_have_the_statistics_of_ours(size, sheet):
             other = pixel_statistics(ours)[name]
             error = np.hypot(values.std() / len(values) ** 0.5, other.std() / len(other) ** 0.5)
             assert abs(values.mean() - other.mean()) < 4 * error, name
-    # The brightest lines of either are equally bright beside markers, which tells how lines were scaled.
     white = {64: 219, 128: 226}[size]
     assert max(brightest_line(image) for image in released) == white
     assert max(brightest_line(image) for image in ours) == white
 
 
 def brightest_line(image):
-    """The brightest level of an image away from its two markers."""
+    """The brightest level away from the markers."""
     image = image.copy()
     for _ in range(2):
         y, x = np.unravel_index(image.argmax(), image.shape)

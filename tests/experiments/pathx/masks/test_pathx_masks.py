@@ -1,5 +1,3 @@
-"""The masks of images as tokens equal the relations, pair by pair, for packed and for whole images."""
-
 import numpy as np
 import pytest
 import torch
@@ -161,7 +159,6 @@ def test_costs_and_reach_of_known_masks():
     assert [each["density"] for each in found] == pytest.approx([1 / 256, 1 / 16, 1 / 16, 1])
     assert [each["reached"] for each in found] == pytest.approx([1 / 256, 1 / 16, 1, 1])
     assert [each["layers_alone"] for each in found] == [None, None, None, 1]
-    # A row of the image is a block in the order of rows: so its tiles are full there, and few.
     assert found[1]["tiles"] == pytest.approx(1 / 16)
 
 

@@ -1,5 +1,3 @@
-"""Smooth features of grey levels, and how a model with a row for each level becomes one with smooth features."""
-
 import torch
 from torch import nn
 
@@ -41,4 +39,4 @@ def test_a_smooth_table_is_fitted_exactly_and_a_rough_one_as_closely_as_possible
         other = best.clone()
         other[row] += 0.05
         assert (hats() @ other - rough)[1:].pow(2).sum() > error
-    assert torch.equal(best[0], rough[0])  # black is kept
+    assert torch.equal(best[0], rough[0])

@@ -1,5 +1,3 @@
-"""The model: leaving out the background is masking it; it learns; its gradients and its attention maps are right."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +31,7 @@ def model_of(**settings):
 
 @pytest.mark.parametrize("registers", [0, 2])
 def test_leaving_out_the_background_is_masking_it(registers):
-    """In fp64, against all scores in memory: answers, and the gradient of every weight."""
+    """In fp64, against all scores in memory."""
     model = model_of(registers=registers, pixel_classes=3).double()
     packed = on_device(pack(IMAGES, LABELS, LAYERS, block=16, registers=registers), LAYERS, CPU, registers)
     logits, counts = model(packed)
@@ -59,14 +57,13 @@ def test_leaving_out_the_background_is_masking_it(registers):
     for name, weights in model.named_parameters():
         if weights.grad is not None:
             assert torch.allclose(weights.grad, gradients[name], rtol=0, atol=1e-11), name
-    # Token by token, too.
     first = counts[0][packed.live[0]]
     second = torch.cat([each[live] for each, live in zip(other_counts, masked.live)])
     assert torch.allclose(first, second, rtol=0, atol=1e-12)
 
 
 def test_with_the_background_the_answers_are_others():
-    """Otherwise the test above would pass even if black pixels never mattered."""
+    """Otherwise the test above would pass if black pixels never mattered."""
     model = model_of().double()
     packed = on_device(pack(IMAGES, LABELS, LAYERS, block=16), LAYERS, CPU)
     whole = on_device(stack(IMAGES, LABELS, LAYERS, block=16), LAYERS, CPU)
@@ -82,7 +79,6 @@ def test_an_image_gets_the_same_answer_alone():
 
 
 def test_positions_are_relative():
-    """The same picture elsewhere in a larger image, by masks that know distances alone."""
     layers = parse_layers("near:4,rows:1,columns:1")
     model = model_of(depth=3).double()
     moved = np.zeros((32, 32), np.uint8)
@@ -112,7 +108,7 @@ def test_the_auxiliary_loss_is_of_drawn_pixels_alone():
     batch = on_device(pack(IMAGES, LABELS, LAYERS, block=16, registers=2, pixel_labels=traced), LAYERS, CPU, 2)
     counts = torch.zeros(1, batch.ids.shape[1], 3)
     drawn = (batch.ids[0] > 0) & (batch.ids[0] < 256)
-    counts[0, ~drawn, 2] = 50.0  # would cost much where it counted
+    counts[0, ~drawn, 2] = 50.0
     assert float(pixel_loss(counts, batch, drawn[None])) == pytest.approx(np.log(3))
     with pytest.raises(ValueError, match="it has none"):
         pixel_loss(counts, replace(batch, pixel_labels=None), drawn[None])

@@ -1,5 +1,3 @@
-"""The U-Net: it reads the images of a batch exactly, whatever their layout, and learns from them."""
-
 import numpy as np
 import pytest
 import torch
@@ -34,7 +32,7 @@ def packed_batch(images=IMAGES, labels=LABELS, **more):
     "batch",
     [
         packed_batch(),
-        packed_batch(blocks=500),  # with blocks that belong to no image
+        packed_batch(blocks=500),
         on_device(stack(IMAGES, LABELS, (), block=16), (), CPU),
         on_device(pack(IMAGES, LABELS, (), block=16, registers=2), (), CPU, 2),
     ],
@@ -45,7 +43,6 @@ def test_the_images_of_a_batch_are_those_it_was_made_from(batch):
 
 
 def test_entries_that_are_not_images_are_black_and_change_no_gradient():
-    """As in the tensors of recorded steps."""
     packed = pack(IMAGES, LABELS, (), block=16, blocks=200)
     filled = StaticPacking(packed, CPU, (), 0, images=6, blocks=70).on_device()
     found = images_of(filled)
@@ -110,7 +107,7 @@ def test_some_steps_learn_a_batch_by_heart():
 
 
 def test_it_is_as_large_as_said():
-    """About as large as the stored transformer of 1,261,762 parameters, rather larger."""
+    """About as large as the stored transformer of 1,261,762 parameters."""
     parameters = sum(each.numel() for each in weights.build(Config(model="unet")).parameters())
     assert f"{parameters:,}" in UNet.__doc__
     assert 1.0 < parameters / 1_261_762 < 1.1
