@@ -309,6 +309,11 @@ INDEX = torch.zeros(2, 10, 3, dtype=torch.int32)
         ({"scores": 1}, TypeError, r"scores must not be given to token_attention: its kernels gather tokens"),
         ({"span": 64}, TypeError, r"span must not be given to token_attention: index lists tokens; blocks .* grouped"),
         ({"lengths": [3]}, TypeError, r"lengths must not be given to token_attention: -1 in index is no token"),
+        (
+            {"q": Q.to("meta"), "k": K.to("meta"), "v": K.to("meta"), "index": INDEX.to("meta")},
+            RuntimeError,
+            r"the kernels for chosen tokens run on NVIDIA GPUs; got tensors on meta\. Use backend='reference'",
+        ),
         ({"q": Q.double(), "k": K.double(), "v": K.double()}, TypeError, r"takes fp16, bf16 and fp32; got fp64"),
         ({"q": torch.zeros(2, 514, 10, 16)}, ValueError, r"groups must be of at most 256 query heads .*; got 257"),
         ({"index": INDEX[..., :1].expand(2, 10, 8193)}, ValueError, r"index must list at most 8192 tokens .* got 8193"),
