@@ -35,6 +35,28 @@ TABLES = {
                                ("together", ("forward", "backward")))},
         "", "mask, live scores",
     ),
+    "workloads": Table(
+        {"causal, 8K, batch 4, 32:8 heads, D=128": "llama-causal-8k/128", "causal, 2K, batch 16, D=128": "causal-16x2k/128",
+         "causal, 8K, D=32": "causal-8k-d32/32", "causal, 8K, D=64": "causal-8k-d64/64",
+         "causal, 8K, D=96": "causal-8k-d96/96",
+         "causal, 8K, D=192": "causal-8k-d192/192",
+         "causal, 16K, 32 heads, D=64": "causal-16k-d64/64", "causal, 1K, batch 32, D=64": "gpt2-32x1k/64",
+         "dense, 512, batch 64, D=64": "bert-64x512/64", "dense, 4K, batch 2, D=32": "dense-4k-d32/32",
+         "dense, 4K, batch 2, D=80": "dense-4k-d80/80", "dense, 16K, 32 heads, D=64": "dense-16k-d64/64",
+         "1K queries, 64K keys, D=128": "cross-1k-64k/128", "128 queries, 64K keys, batch 8, D=128": "cross-128-64k/128",
+         "window 1,000, 32K, 32:8 heads, D=128": "window-1000-32k/128",
+         "window 1,024, 16K, D=64": "window-1024-16k-d64/64", "window 1,024, 16K, D=96": "window-1024-d96/96",
+         "window 1,024, 16K, D=256": "window-1024-16k-d256/256",
+         "window 4,096, 64K, 32 heads, D=64": "window-4096-64k-d64/64",
+         "32 packed documents, causal, 64K, D=128": "documents-64k/128",
+         "image of 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64",
+         "video of 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64",
+         "Longformer, window 512, 16K, D=64": "longformer-16k/64"},
+        {f"{label}, {passed}": f"speed/{{row}}/{passed}/{peer} / speed/{{row}}/{passed}/sparseflash"
+         for label, peer in (("FlashAttention-4", "fa4"), ("cuDNN", "sdpa-cudnn"), ("FlexAttention", "flex"))
+         for passed in ("forward", "backward")},
+        "", "workload", "none", "none: cuDNN computes sparse masks densely; at D=80 FlashAttention-4's gradients were wrong.",
+    ),
     "head-dims": Table(
         {"D=80": "causal-8k-d80/80", "D=256": "causal-8k-d256/256",
          "queries and keys D=192, values D=128": "deepseek-causal-8k/192"},

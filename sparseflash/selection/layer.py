@@ -16,9 +16,11 @@ from sparseflash.selection.attending import How
 from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.frame import Frame, packing_of
 
+_CHOOSES = "it chooses its keys itself. Use nn.SparseSelfAttention with a mask"
 _REMEDIES = REMEDIES | {
-    "mask": "it chooses its keys itself. Use nn.SparseSelfAttention with a mask",
+    **dict.fromkeys(("mask", "attn_mask", "key_padding_mask"), _CHOOSES),
     "scores": "it has no score modifications. Use nn.SparseSelfAttention, or the functions of masks and attention",
+    "dropout_p": "it has no dropout. Use nn.SparseSelfAttention, or drop features of its output",
     "lengths": "pack the sequences one behind the other, and pass cu_seqlens, their running sums",
     "positions": "positions are counted from the beginning of each sequence",
     "is_causal": "it is always causal",

@@ -134,7 +134,11 @@ class VideoSparseAttention(Heads):
 _REMEDIES = REMEDIES | {
     "cache": "its attention is not causal, so no token follows another",
     "cu_seqlens": "pass shape=, a list of the frames, rows and columns of each video",
-    "mask": "it chooses its keys itself. Use nn.SparseSelfAttention with a mask",
+    **dict.fromkeys(
+        ("mask", "attn_mask", "key_padding_mask"),
+        "it chooses its keys itself. Use nn.SparseSelfAttention with a mask",
+    ),
+    "dropout_p": "it has no dropout. Use nn.SparseSelfAttention, or drop features of its output",
     "scores": "it has no score modifications. Use masks.pooled_scores, masks.top_k_blocks and attention",
 }
 
