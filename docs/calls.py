@@ -12,6 +12,7 @@ CALLS = {
     "selected": "`selected_attention`",
     "tokens": "`token_attention`",
     "layer": "`nn.SparseSelfAttention`",
+    "selection": "`selection`",
     "multihead": "`nn.MultiheadAttention`",
     "sdpa": "`sdpa`",
     "transformers": "Transformers",
@@ -66,6 +67,8 @@ _MULTIHEAD = (
     "{} must not be given to MultiheadAttention: it has the arguments of PyTorch's own layer. Use SparseSelfAttention, "
     "which takes scores, or attention."
 )
+_SELECTION = "{} must not be given to MixtureOfBlocks: {}."
+_UNCHANGED = "it has no score modifications. Use nn.SparseSelfAttention, or the functions of masks and attention"
 
 # The message of each cell that is refused.
 REFUSED = {
@@ -95,6 +98,19 @@ REFUSED = {
         "return_lse must not be given to SparseSelfAttention: a layer returns features of tokens. Use attention with "
         "its projections."
     ),
+    **{("selection", kind): _SELECTION.format("scores", _UNCHANGED) for kind in SCORES},
+    ("selection", "dropout"): _SELECTION.format(
+        "dropout_p", "it has no dropout. Use nn.SparseSelfAttention, or drop features of its output"
+    ),
+    **{
+        ("selection", kind): _SELECTION.format(
+            "mask", "it chooses its keys itself. Use nn.SparseSelfAttention with a mask"
+        )
+        for kind in ("mask", "mask by head", "mask by batch")
+    },
+    ("selection", "return_lse"): _SELECTION.format(
+        "return_lse", "a layer returns features of tokens. Use attention with its projections"
+    ),
     **{("multihead", kind): _MULTIHEAD.format("scores") for kind in SCORES if kind != "bias"},
     ("multihead", "return_lse"): _MULTIHEAD.format("return_lse"),
     **{("sdpa", kind): _SDPA.format("scores") for kind in SCORES if kind != "bias"},
@@ -116,6 +132,7 @@ REFUSED = {
 _MODELS = "models of Transformers ask for soft caps, sinks and biases only"
 NOTHING = {
     ("layer", "Dv"): "the heads of a layer have one size",
+    ("selection", "Dv"): "the heads of a layer have one size",
     ("multihead", "grouped heads"): "PyTorch's layer has as many key heads as query heads",
     ("multihead", "Dv"): "the heads of a layer have one size",
     **{("transformers", kind): _MODELS for kind in SCORES if kind not in ("softcap", "sink", "bias")},

@@ -18,6 +18,7 @@ from sparseflash.huggingface.layer import Attention
 from sparseflash.huggingface.model_mask import mask_of_forward
 from sparseflash.nn import MultiheadAttention, SparseSelfAttention
 from sparseflash.selected_tokens import token_attention
+from sparseflash.selection import MixtureOfBlocks
 from tests.watched.waiting import assert_replays_as_called
 
 BATCH, HEADS, TOKENS, DIM, BLOCK = 2, 4, 20, 16, 16
@@ -243,6 +244,27 @@ def by_layer(p):
     return run
 
 
+def by_selection(p):
+    """A layer whose queries choose both blocks of the sequence."""
+    features = (HEADS + 2 * p.kv_heads) * DIM
+    layer = MixtureOfBlocks(
+        features, HEADS, p.kv_heads, block=16, chosen=2, head_dim=DIM, dtype=p.dtype, device=p.device
+    )
+    layer.qkv, layer.out = torch.nn.Identity(), torch.nn.Identity()
+    more = p.options | ({"scores": scores.softcap(1.0)} if p.feature in SCORES else {})
+    more |= {"mask": p.mask()} if p.feature.startswith("mask") else {}
+    packed, whole, sums = packing(p)
+
+    def run(q, k, v, *_):
+        if p.feature == "lengths":
+            x = torch.cat([x.transpose(1, 2).flatten(2) for x in packed(q, k, v)], -1)
+            return whole(layer(x, cu_seqlens=sums).unflatten(2, (HEADS, DIM)).transpose(1, 2))
+        x = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
+        return layer(x, **more).unflatten(2, (HEADS, DIM)).transpose(1, 2)
+
+    return run
+
+
 def by_multihead(p):
     dropped, features = DROPPED if p.feature == "dropout" else 0.0, HEADS * DIM
     layer = MultiheadAttention(
@@ -311,8 +333,8 @@ def by_distributed(p):
 
 BY = {
     "attention": by_attention, "varlen": by_varlen, "cache": by_cache, "selected": by_selected, "tokens": by_tokens,
-    "layer": by_layer, "multihead": by_multihead, "sdpa": by_sdpa, "transformers": by_transformers,
-    "distributed": by_distributed,
+    "layer": by_layer, "selection": by_selection, "multihead": by_multihead, "sdpa": by_sdpa,
+    "transformers": by_transformers, "distributed": by_distributed,
 }  # fmt: skip
 CELLS = [(call, feature) for call in CALLS for feature in FEATURES if (call, feature) not in NOTHING]
 

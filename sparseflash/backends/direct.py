@@ -78,7 +78,7 @@ def call_directly(
     as no wrapper of `torch.func` has.
     """
     if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
+        q.requires_grad or k.requires_grad or v.requires_grad or (tensors and any([x.requires_grad for x in tensors]))
     ):
         if not have_memory:
             return differentiably(run, q, k, v, *tensors)
@@ -112,7 +112,7 @@ def is_plain_call(*tensors: Tensor) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
-        and are_plain(*tensors)
+        and (not tensors or are_plain(*tensors))
     )
 
 

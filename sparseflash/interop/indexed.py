@@ -11,7 +11,7 @@ from sparseflash.scores.change import Change, Sizes
 
 
 @dataclass(frozen=True, eq=False)
-class Indexed(Change):
+class Indexed(Change, prepared=False):
     """A change with one tensor, which may have entries for more batch elements or heads than the attention has.
 
     In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
@@ -24,6 +24,10 @@ class Indexed(Change):
     @property
     def kind(self) -> str:  # type: ignore[override]
         return self.change.kind
+
+    @property
+    def order(self) -> int:  # type: ignore[override]
+        return self.change.order
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.change.tensors()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash.selection.frame import Frame
 
-AT_ONCE = 1 << 24  # scores in memory together
+AT_ONCE = 1 << 26  # scores in memory together
 
 
 def chunks(count: int, per_row: int) -> list[slice]:

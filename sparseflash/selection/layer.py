@@ -16,9 +16,11 @@ from sparseflash.selection.attending import How
 from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.frame import Frame, packing_of
 
+_CHOOSES = "it chooses its keys itself. Use nn.SparseSelfAttention with a mask"
 _REMEDIES = REMEDIES | {
-    "mask": "it chooses its keys itself. Use nn.SparseSelfAttention with a mask",
+    **dict.fromkeys(("mask", "attn_mask", "key_padding_mask"), _CHOOSES),
     "scores": "it has no score modifications. Use nn.SparseSelfAttention, or the functions of masks and attention",
+    "dropout_p": "it has no dropout. Use nn.SparseSelfAttention, or drop features of its output",
     "lengths": "pack the sequences one behind the other, and pass cu_seqlens, their running sums",
     "positions": "positions are counted from the beginning of each sequence",
     "is_causal": "it is always causal",
@@ -138,7 +140,7 @@ class SelectionLayer(Heads):
         pairs = self.pairs * self.kv_heads
         q, k, v = self.split(self.qkv(x), self.num_heads, pairs, pairs)
         if self.norm_q is not None and self.norm_k is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+            q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))
         if rotation is not None:
             q = rotate(q, rotation)
@@ -163,6 +165,12 @@ class SelectionLayer(Heads):
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
+
+
+def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:
+    """The normalised features, in x's dtype; under autocast, which keeps the weights in another one, too."""
+    made: Tensor = norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return made
 
 
 def checked_power(value: int, name: str, *, least: int = 16, most: int = 256) -> int:

@@ -84,6 +84,16 @@ def test_layers_run_in_low_precision_and_keep_their_dtype(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "VideoSparseAttention"])
+def test_layers_run_under_autocast(kind):
+    how = (VIDEO,) if kind == "VideoSparseAttention" else ()
+    layer = (video_layer(qk_norm=True) if how else example_of(kind, qk_norm=True)).float()
+    x = sequence(90, 1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(layer, x, x, *how)
+    assert found["out"].dtype == torch.bfloat16 and all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "VideoSparseAttention"])
 def test_a_layer_is_copied_saved_and_loaded(kind):
     how = (VIDEO,) if kind == "VideoSparseAttention" else ()
     layer = (video_layer() if how else example_of(kind)).eval()
@@ -211,3 +221,40 @@ def test_gates_of_a_video_begin_with_the_fine_stage_alone():
     q, k, v = layer.split(layer.qkv(x), 4, 2, 2)
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(layer(x, VIDEO), layer.out(dense.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 2), (32, 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_computes_what_the_cpu_does_and_repeats_to_the_bit(kind, heads):
+    layer, x, pull = example_of(kind, *heads).float(), sequence(300, 1).float(), sequence(300, 2).float()
+    want = run(layer, x, pull)
+    layer, x, pull = layer.cuda(), x.cuda(), pull.cuda()
+    found, again = run(layer, x, pull), run(layer, x, pull)
+    for name, value in found.items():
+        assert torch.equal(value, again[name])
+        torch.testing.assert_close(value.cpu(), want[name], rtol=2e-3, atol=2e-3)
+    packed = layer(x, cu_seqlens=[0, 120, 300])
+    torch.testing.assert_close(packed, torch.cat([layer(x[:, :120]), layer(x[:, 120:])], 1), rtol=2e-3, atol=2e-3)
+    with torch.no_grad():
+        whole, cache = layer.eval()(x), layer.new_cache(1, 320)
+        outs = [layer(part, cache=cache) for part in x.split([297, 1, 1, 1], 1)]
+    torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_trains_a_layer_in_half_precision_at_the_papers_sizes(kind):
+    layer = getattr(selection, kind)(512, 16, 1, head_dim=64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, 4096, 512, device="cuda", dtype=torch.bfloat16)
+    found, again = run(layer, x, x), run(layer, x, x)
+    assert all(value.isfinite().all() and torch.equal(value, again[name]) for name, value in found.items())
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_a_video():
+    layer, x, pull = video_layer().float(), sequence(90, 1).float(), sequence(90, 2).float()
+    want = run(layer, x, pull, VIDEO)
+    found = run(layer.cuda(), x.cuda(), pull.cuda(), VIDEO)
+    for name, value in found.items():
+        torch.testing.assert_close(value.cpu(), want[name], rtol=2e-3, atol=2e-3)

@@ -1,11 +1,13 @@
 """`python -m experiments.benchmarks.compile`: compiles the kernels without a GPU and reports what they use.
 
-show: registers, spills and shared memory of chosen kernels. fits: whether all kernels fit in shared memory.
+show: registers, spills and shared memory of chosen kernels. fits: whether all kernels fit in shared memory. versions:
+the same kernels under several versions of Triton.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -141,6 +143,46 @@ def fits(
         console.print(f"{fit.case}: {fit.kernel} {fit.config}, {fit.shared} bytes", highlight=False)
     if over:
         raise typer.Exit(1)
+
+
+@app.command()
+def versions(
+    triton: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A version as 3.6, which pip installs into a cache, or a folder with one; may be repeated.",
+            show_default="the oldest and the newest that were measured on a GPU",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File of the numbers.")] = RESULTS / "versions.csv",
+    here: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Compile kernels of both families for compute capability 9.0 under several versions of Triton, and compare them.
+
+    Shows the kernels whose spilled bytes, shared memory or number of instructions differ. Exits with 1 if a kernel does
+    not compile. About five minutes a version.
+    """
+    compile_kernels()
+    from experiments.benchmarks.compile.versions import compared, compiled_with, rows, write
+    from sparseflash.backends.triton.versions import MEASURED
+
+    if here:
+        import triton as installed
+
+        print(json.dumps(installed.__version__))
+        for row in rows():
+            print(json.dumps(row), flush=True)
+        return
+    found = {}
+    for each in triton or ["{}.{}".format(*MEASURED[number].triton) for number in (0, -1)]:
+        try:
+            version, numbers = compiled_with(each)
+        except RuntimeError as error:
+            print(f"Error: {error}.", file=sys.stderr)
+            raise typer.Exit(1) from None
+        found[version] = numbers
+        write(out, found)
+    Console().print(compared(found))
 
 
 if __name__ == "__main__":

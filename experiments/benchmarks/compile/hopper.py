@@ -22,7 +22,9 @@ KINDS = ("softcap", "alibi", "log", "sink", "table", "key_bias", *PAIRS)
 FEATURES = ("small", "lengths", "parts", *KINDS, "learned", "dead")
 
 
-def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict[str, tuple[Any, tuple[str, ...]]]:
+def compiled(
+    dim: int, dtype: torch.dtype, features: Sequence[str] = (), v_dim: int | None = None
+) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
     features: "small": blocks of 64; "lengths"; "parts": rows of the forward and columns of the backward are split;
@@ -30,7 +32,7 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"features must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
-    q = torch.empty(1, 2, TOKENS, dim, dtype=dtype)
+    q, v = (torch.empty(1, 2, TOKENS, each, dtype=dtype) for each in (dim, v_dim or dim))
     mask = (masks.causal if "dead" in features else BlockMask.dense)(TOKENS, block=64 if "small" in features else 128)
     unpadded = mask
     if "lengths" in features:
@@ -48,8 +50,8 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
             changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device, mask))
             wanted = ["learned" in features for _ in changes.tensors()]
         both = (
-            passes.forward(setting, "", q, q, q, 1.0, 0, changes),
-            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False, changes=changes, wanted=wanted),
+            passes.forward(setting, "", q, q, v, 1.0, 0, changes),
+            passes.backward(setting, "", q, q, v, v, v, 1.0, 0, dlse=False, changes=changes, wanted=wanted),
         )
         found = {}
         for launch in (each for run in both for each in run.launches()):

@@ -217,9 +217,8 @@ class BoundLaunch:
 
     def __call__(self, given: Mapping[str, Any]) -> None:
         """Launches the kernel. given: its arguments by name; names that it does not have are ignored."""
-        kernels, variant = self.kernels, self.launch.variant
-        if kernels is not None and variant.can_start_directly():
-            start_together((variant,), kernels, given)
+        if self.kernels is not None and self.launch.variant.can_start_directly():
+            start_together((self.launch.variant,), self.kernels, given)
             return
         self.launch.start(self.programs, *self.tensors, *self.launch.pick(given))
         if self.launch.kernel is not None:

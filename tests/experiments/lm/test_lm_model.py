@@ -255,7 +255,7 @@ def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
         (lambda: attention_over(masks.causal(64), "fast"), "attention must be one of sparseflash, sdpa, flex"),
         (lambda: tiny(width=100), "width must be a multiple of head_dim; got width 100, head_dim 32"),
         (lambda: tiny(positions="none"), "positions must be one of rotary, learned"),
-        (lambda: configure("7B", {}), "the preset must be one of cpu, 124M"),
+        (lambda: configure("7B", {}), "the preset must be one of cpu, 10M, 124M"),
     ],
 )
 def test_errors_say_what_must_hold(call, message):

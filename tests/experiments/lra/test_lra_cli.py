@@ -385,7 +385,7 @@ def test_presets_are_valid_and_give_way_to_options(preset, task):
 def test_a_preset_that_is_not_for_the_task_is_refused():
     with pytest.raises(ValueError, match="the preset demo is for listops; got the task 'text'"):
         configure("demo", {"task": "text"})
-    with pytest.raises(ValueError, match="must be one of lra, flash, nystromformer, modern, demo; got 'best'"):
+    with pytest.raises(ValueError, match="must be one of lra, flash, nystromformer, modern, rules, demo; got 'best'"):
         configure("best", {})
 
 

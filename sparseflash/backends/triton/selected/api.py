@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
-from sparseflash.backends.triton.availability import check_runs
+from sparseflash.backends.triton.availability import INTERPRETED, check_runs
 from sparseflash.backends.triton.launcher import on_device
 from sparseflash.backends.triton.selected.forward import forward_kernel, scores_kernel
 from sparseflash.backends.triton.selected.lists import Chosen, sort_kernel
@@ -19,6 +19,10 @@ MOST_CHOICES = 8192  # of a list, which one program sorts
 
 def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
     """Raises an error unless the kernels take these tensors."""
+    if q.device.type != "cuda" and not (INTERPRETED and q.device.type == "cpu"):
+        raise RuntimeError(
+            f"the kernels for chosen tokens run on NVIDIA GPUs; got tensors on {q.device}. Use backend='reference'."
+        )
     check_runs(q)
     if q.dtype == torch.float64:
         raise TypeError("the triton backend takes fp16, bf16 and fp32; got fp64. Use backend='reference'.")

@@ -157,8 +157,8 @@ def right():
     return [run(some_problem(), **HOW, **case) for case in CASES]
 
 
-# Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers to
-# multiply dP before the exponentials.
+# Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers for dP
+# before the exponentials.
 WIDE = [
     partial(run, some_problem(dim=dim, v_dim=v_dim), gradients=True, programs=4)
     for dim, v_dim in ((256, 256), (192, 128), (144, 64))
