@@ -15,6 +15,7 @@ from sparseflash.backends.triton.selected.sizes import sizes_of
 from sparseflash.backends.triton.selected.tiles import MOST_DIM, pieces, shape_of, shares_values
 from sparseflash.selected_tokens import token_attention, token_scores
 from tests.drawn.masks import SEEDS
+from tests.watched.waiting import assert_replays_as_called
 
 HEADS = st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 2, 16), (1, 1, 17)])
 DTYPES = st.sampled_from([torch.float32, torch.float16])
@@ -364,6 +365,21 @@ def test_attention_to_chosen_tokens_is_exact_on_the_gpu(dtype, kv_heads, group, 
         return token_attention(q, k, v, index, return_lse=True)
 
     testing.assert_exact(chosen, q, k, v, mask)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_chosen_tokens_is_replayed_with_other_choices():
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k = (torch.randn(1, h, 300, 96, generator=g, device="cuda").half() for h in (16, 1))
+    index = torch.randint(-1, 300, (1, 1, 300, 48), generator=g, device="cuda", dtype=torch.int32)
+
+    def step():
+        leaves = [x.detach().requires_grad_() for x in (q, k)]  # autograd keeps the stream of a leaf's first use
+        out = token_attention(*leaves, None, index, v_dim=64)
+        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    chosen = (torch.randint(-1, 300, index.shape, generator=generator(seed)) for seed in range(3))
+    assert_replays_as_called(step, index.copy_, chosen)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.choice import best_blocks
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
-from sparseflash.selection.layer import checked_power
+from sparseflash.selection.layer import checked_power, normalised
 
 
 class BlockSelection(IndexedLayer):
@@ -81,7 +81,7 @@ class BlockSelection(IndexedLayer):
         """See `SelectionLayer.mix`."""
         index_q = self.index_queries(x, frame, self.index_norm_q)
         new = torch.arange(frame.start, frame.k_len, device=x.device)
-        index_k = self.rotated(self.index_norm_k(self.index_k(x.detach())).unsqueeze(1), frame, new)
+        index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
         index = self.choice(index_q, index_k, frame)

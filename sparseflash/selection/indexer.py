@@ -13,7 +13,7 @@ from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.choice import chunks, keys_of
 from sparseflash.selection.frame import Frame
-from sparseflash.selection.layer import SelectionLayer
+from sparseflash.selection.layer import SelectionLayer, normalised
 
 Teach = Literal["visible", "chosen"]
 
@@ -49,11 +49,11 @@ class IndexedLayer(SelectionLayer):
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
         self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
 
-    def index_queries(self, x: Tensor, frame: Frame, norm: nn.Module | None = None) -> Tensor:
+    def index_queries(self, x: Tensor, frame: Frame, norm: nn.RMSNorm | None = None) -> Tensor:
         """The indexer's queries `[B, Hi, N, d]`, rotated."""
         q = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
         return self.rotated(
-            q if norm is None else norm(q), frame, torch.arange(frame.start, frame.k_len, device=x.device)
+            q if norm is None else normalised(q, norm), frame, torch.arange(frame.start, frame.k_len, device=x.device)
         )
 
     def rotated(self, x: Tensor, frame: Frame, places: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ class SelectionLayer(Heads):
         pairs = self.pairs * self.kv_heads
         q, k, v = self.split(self.qkv(x), self.num_heads, pairs, pairs)
         if self.norm_q is not None and self.norm_k is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+            q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))
         if rotation is not None:
             q = rotate(q, rotation)
@@ -165,6 +165,12 @@ class SelectionLayer(Heads):
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
+
+
+def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:
+    """The normalised features, in x's dtype; under autocast, which keeps the weights in another one, too."""
+    made: Tensor = norm(x.to(norm.weight.dtype)).to(x.dtype)
+    return made
 
 
 def checked_power(value: int, name: str, *, least: int = 16, most: int = 256) -> int:

@@ -13,7 +13,7 @@ from sparseflash.selection.cache import SelectionCache, ended, of_blocks
 from sparseflash.selection.choice import best_blocks, keys_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
-from sparseflash.selection.layer import checked_power
+from sparseflash.selection.layer import checked_power, normalised
 
 
 class SpanSelection(IndexedLayer):
@@ -80,8 +80,8 @@ class SpanSelection(IndexedLayer):
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)
         spans = of_blocks(
-            lambda y, places: self.rotated(self.index_norm_k(y.mean(3)), frame, places), index_k, frame, cache, "spans",
-            span=self.span, step=self.span,
+            lambda y, places: self.rotated(normalised(y.mean(3), self.index_norm_k), frame, places), index_k, frame,
+            cache, "spans", span=self.span, step=self.span,
         )[:, :, : ended(frame.k_len, self.span, self.span)]  # fmt: skip
         index = self.choice(index_q, spans, frame)
         if self.teaches:

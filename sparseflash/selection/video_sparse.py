@@ -16,6 +16,7 @@ from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, plain_weight
 from sparseflash.nn.rotary import Rotation, rotate
 from sparseflash.remedies import refuse, without_others
+from sparseflash.selection.layer import normalised
 
 Shape = tuple[int, int, int]
 _layouts = BoundedDict(32)
@@ -93,7 +94,7 @@ class VideoSparseAttention(Heads):
         cubes = self._cubes(shape, x)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
         if self.norm_q is not None and self.norm_k is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+            q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = (cubes.spread(y) for y in (q, k, v))

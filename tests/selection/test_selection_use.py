@@ -84,6 +84,16 @@ def test_layers_run_in_low_precision_and_keep_their_dtype(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "VideoSparseAttention"])
+def test_layers_run_under_autocast(kind):
+    how = (VIDEO,) if kind == "VideoSparseAttention" else ()
+    layer = (video_layer(qk_norm=True) if how else example_of(kind, qk_norm=True)).float()
+    x = sequence(90, 1).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(layer, x, x, *how)
+    assert found["out"].dtype == torch.bfloat16 and all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "VideoSparseAttention"])
 def test_a_layer_is_copied_saved_and_loaded(kind):
     how = (VIDEO,) if kind == "VideoSparseAttention" else ()
     layer = (video_layer() if how else example_of(kind)).eval()

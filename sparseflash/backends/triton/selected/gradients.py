@@ -143,7 +143,7 @@ def _add_rows(
             rows_kernel[(rows * -(-columns // piece),)](
                 x, weights, y, y_weights, chosen.counts, places, partial, of.q_len, of.kv_heads, of.group, of.choices,
                 first_row, width, strides_of(x, y), piece, column, columns, tile.heads, tile.tokens, of.precision,
-                num_warps=tile.warps(piece), num_stages=3,
+                num_warps=tile.warps(piece), num_stages=2,
             )  # fmt: skip
         wide = power(width)
         sum_kernel[(pairs * of.k_len,)](
