@@ -196,8 +196,8 @@ class Limits(NamedTuple):
     1.11 to 3.24 (1.19 to 2.85).
 
     Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries
-    of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 with 128. Their backward 0.07 to 0.48: many additions wait for
-    one another.
+    of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 with 128. Their backward 0.07 to 0.48: many additions wait
+    for one another.
 
     Many heads, on an H200, D=64: 1,024 heads of 512 tokens forward 1.08, backward 1.12; 512 of 1,024, causal, forward
     1.20. The limits follow these, because with few heads so short calls take less time than the host needs to launch
