@@ -111,8 +111,9 @@ class PreparedCall:
             compile_side_by_side(launches, fewest=1)  # beside the plan of the backward, and the kernels that make it
             with suppress(ValueError):  # the backward raises when it is called
                 self.backward_pass(q, k, v, out, out, dlse=False, changes=changes, wanted=wanted)
+        else:
+            compile_side_by_side(launches)
         self.forward = made
-        compile_side_by_side(launches)
         return made
 
     def backward_pass(
