@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.availability import INTERPRETED, check_runs
-from sparseflash.backends.triton.launcher import on_device
+from sparseflash.backends.triton.launcher import OPTIONS, on_device
 from sparseflash.backends.triton.selected.forward import forward_kernel, scores_kernel
 from sparseflash.backends.triton.selected.lists import Chosen, sort_kernel
 from sparseflash.backends.triton.selected.sizes import readable, sizes_of, strides_of
@@ -62,7 +62,7 @@ def sorted_lists(index: Tensor, k_len: int, causal: bool) -> Chosen:
         with on_device(device):
             sort_kernel[(chosen.counts.numel(),)](
                 index, *chosen, q_len, k_len, k_len - q_len, choices, *index.stride()[:3], kv_heads, causal,
-                power(choices), num_warps=4 if choices <= 2048 else 8,
+                power(choices), num_warps=4 if choices <= 2048 else 8, **OPTIONS,
             )  # fmt: skip
     return chosen
 
@@ -81,7 +81,7 @@ def forward(
     with on_device(q.device):
         forward_kernel[(of.rows * of.shape.TILES,)](
             q, k, v, *chosen, out, lse, kept if of.keep else None, *of.numbers, 0, lse.numel(), scale, of.qk_scale,
-            strides_of(q, k, v, out), of.shape, **of.options,
+            strides_of(q, k, v, out), of.shape, **of.options, **OPTIONS,
         )  # fmt: skip
     return out, lse, chosen, kept
 
@@ -95,6 +95,6 @@ def scores(q: Tensor, k: Tensor, index: Tensor, causal: bool, scale: float) -> t
         of = sizes_of(q, k, None, 1, index.shape[3], scale, backward=False)
         with on_device(q.device):
             scores_kernel[(of.rows * of.shape.TILES,)](
-                q, k, *chosen, found, *of.numbers, 0, scale, strides_of(q, k), of.shape, **of.options
+                q, k, *chosen, found, *of.numbers, 0, scale, strides_of(q, k), of.shape, **of.options, **OPTIONS
             )
     return found, chosen

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient
-from sparseflash.backends.triton.launcher import on_device
+from sparseflash.backends.triton.launcher import OPTIONS, on_device
 from sparseflash.backends.triton.selected.lists import Chosen
 from sparseflash.backends.triton.selected.places import count_kernel, mark_kernel, place_kernel
 from sparseflash.backends.triton.selected.score_gradients import dq_kernel, score_gradients_kernel
@@ -93,7 +93,7 @@ def _backward_of_chunk(x: Tensors, sums: list[Tensor], of: Sizes, first_row: int
     score_gradients_kernel[(rows * of.shape.TILES,)](
         x.q, x.k, x.v, x.dout, x.out, *x.chosen, x.lse, x.kept if of.keep else None, x.dlse, p, ds, *of.numbers,
         first_row, x.lse.numel(), of.scale, of.qk_scale, strides_of(x.q, x.k, x.v, x.dout, x.out), of.shape,
-        **of.options,
+        **of.options, **OPTIONS,
     )  # fmt: skip
     _write_dq(ds, x.k, x.chosen, x.dq, of, first_row, rows)
     dim, v_dim = x.q.shape[3], x.out.shape[3]
@@ -123,6 +123,7 @@ def _write_dq(ds: Tensor, k: Tensor, chosen: Chosen, dq: Tensor, of: Sizes, firs
             dq_kernel[(rows * tile.tiles * -(-count // piece),)](
                 ds, k, *chosen, dq, *of.numbers, first_row, strides_of(k, dq), column, count, piece, tile.heads,
                 tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece), num_stages=3,
+                **OPTIONS,
             )  # fmt: skip
 
 
@@ -143,11 +144,12 @@ def _add_rows(
             rows_kernel[(rows * -(-columns // piece),)](
                 x, weights, y, y_weights, chosen.counts, places, partial, of.q_len, of.kv_heads, of.group, of.choices,
                 first_row, width, strides_of(x, y), piece, column, columns, tile.heads, tile.tokens, of.precision,
-                num_warps=tile.warps(piece), num_stages=2,
+                num_warps=tile.warps(piece), num_stages=2, **OPTIONS,
             )  # fmt: skip
         wide = power(width)
         sum_kernel[(pairs * of.k_len,)](
-            partial, counts, ends, total, first_token, width, wide, max(1, 4096 // wide), num_warps=4, num_stages=2
+            partial, counts, ends, total, first_token, width, wide, max(1, 4096 // wide), num_warps=4, num_stages=2,
+            **OPTIONS,
         )  # fmt: skip
 
 
@@ -159,10 +161,10 @@ def places_of(chosen: Chosen, of: Sizes, first_row: int, pairs: int, queries: in
     counts = torch.empty(tokens, dtype=torch.int32, device=device)
     places = torch.empty(pairs * queries, of.choices, dtype=torch.int32, device=device)
     numbers = (first_row, queries, of.k_len, of.choices, words)
-    mark_kernel[(pairs * queries,)](*chosen, bits, *numbers, 128, num_warps=4)
-    count_kernel[(-(-tokens // 64),)](bits, counts, tokens, words, 64, num_warps=4)
+    mark_kernel[(pairs * queries,)](*chosen, bits, *numbers, 128, num_warps=4, **OPTIONS)
+    count_kernel[(-(-tokens // 64),)](bits, counts, tokens, words, 64, num_warps=4, **OPTIONS)
     ends = counts.cumsum(0, dtype=torch.int64)
-    place_kernel[(pairs * queries,)](*chosen, bits, ends, places, *numbers, 64, num_warps=4)
+    place_kernel[(pairs * queries,)](*chosen, bits, ends, places, *numbers, 64, num_warps=4, **OPTIONS)
     return counts, ends, places
 
 
