@@ -182,7 +182,7 @@ def versions(
             raise typer.Exit(1) from None
         found[version] = numbers
         write(out, found)
-    Console().print(compared(found))
+    Console(width=None if sys.stdout.isatty() else 160).print(compared(found))
 
 
 if __name__ == "__main__":

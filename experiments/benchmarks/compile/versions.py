@@ -92,7 +92,7 @@ def compared(found: Mapping[str, Mapping[str, Numbers]]) -> Table:
     """A table of the kernels that differ between versions; numbers by version, in the order of `found`."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("kernel", *COLUMNS):
-        table.add_column(column, no_wrap=column != "kernel")
+        table.add_column(column, no_wrap=True)
     for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
         each = [numbers.get(name) for numbers in found.values()]
         if differs(each):
