@@ -16,7 +16,7 @@ class Captured:
     """The values that functions and containers hold now.
 
     >>> table = torch.zeros(4)
-    >>> rule = (lambda table, width: lambda q, k: (table[q] == table[k]) & (q - k < width))(table, 3)
+    >>> rule = functools.partial(lambda table, q, k: table[q] == table[k], table)
     >>> before = Captured(rule)
     >>> before.is_still(Captured(rule))
     True

@@ -67,8 +67,8 @@ MUTATIONS = [
     Mutation(
         "varlen: one mask for all blocks",
         "sparseflash/varlen.py",
-        "key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)",
-        "key = q_sums, k_sums, pattern, checked_device(device)",
+        "key = q_sums, k_sums, pattern, version, block_pair(block), checked_device(device)",
+        "key = q_sums, k_sums, pattern, version, checked_device(device)",
         "tests/test_varlen.py::test_masks_that_differ_in_anything_are_made_each",
     ),
     Mutation(

@@ -411,7 +411,7 @@ def test_what_cannot_be_compared_is_refused(function, mask, error, message):
     ("x", "error", "message"),
     [
         (torch.ones(2, 40, 16), ValueError, r"q must have shape \[batch, heads, tokens, head dim\]; got \[2, 40, 16\]"),
-        (torch.ones(1, 2, 40, 16).numpy(), TypeError, r"q must be a tensor; got ndarray"),
+        (torch.ones(1, 2, 40, 16).numpy(), TypeError, r"q must be a tensor; got numpy\.ndarray"),
         (torch.ones(1, 40, 2, 16), ValueError, r"mask must be for the lengths .* pass q\.transpose\(1, 2\)"),
     ],
 )

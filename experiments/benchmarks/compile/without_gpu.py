@@ -64,7 +64,7 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
         nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
         # Kernels compiled side by side would have to be loaded.
-        mock.patch.object(prepared_call, "compile_side_by_side", lambda launches: None),
+        mock.patch.object(prepared_call, "compile_side_by_side", lambda launches, **how: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
         mock.patch.object(api, "check", lambda *tensors: None),  # that tensors lie on a GPU
     ):
