@@ -218,8 +218,8 @@ def test_all_that_kernels_read_and_write_by_strides_lies_near(tensors, capabilit
     passes = forward(setting, key, q, k, v, 1.0, 0), backward(setting, key, q, k, v, out, dout, 1.0, 0, dlse=False)
     seen = 0
     for launch in (each.launch for made in passes for each in made.launches()):
-        for name, given in launch.examples.items():
-            for x in given if isinstance(given, tuple) else (given,):
+        for name, held in launch.examples.items():
+            for x in held if isinstance(held, tuple) else (held,):
                 if x is not None and x.ndim == 4:
                     assert is_near(x), (launch.variant.function.__name__, name, x.shape, x.stride())
                     seen += 1
