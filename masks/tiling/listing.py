@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -73,21 +73,24 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
 
     blocks = sparse.vstack([of_queries, of_keys], format="csc")
     blocks.sum_duplicates()
-    starts, of_label = blocks.indptr[:-1], np.diff(blocks.indptr)
-    mixed = (blocks.indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    label = np.flatnonzero(np.diff(blocks.indptr))
+    starts, counts = blocks.indptr[label], np.diff(blocks.indptr)[label]
+    _, first, number = np.unique(_digests(blocks.indices, starts, counts), return_index=True, return_inverse=True)
+    # A label is left out only if the first one with its digest has exactly its blocks: digests may agree by chance.
+    other = first[number]
+    alike = np.repeat(counts[other] == counts, counts)
+    entry = np.arange(len(blocks.indices)) + np.repeat(starts[other] - starts, counts)
+    differs = ~alike
+    differs[alike] = blocks.indices[entry[alike]] != blocks.indices[alike]
+    kept = label[(other == np.arange(len(label))) | np.logical_or.reduceat(differs, starts)]
+    return entries(of_queries[:, kept] @ of_keys[:, kept].T)
+
+
+def _digests(blocks: Integers, starts: Integers, counts: Integers) -> Any:
+    """A number for each run of `blocks`, equal for equal runs and seldom for others. Sums wrap around."""
+    mixed = (blocks.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    sums = np.concatenate([np.zeros(1, np.uint64), mixed.cumsum()])
-    label = np.flatnonzero(of_label)
-    digest = sums[blocks.indptr[label + 1]] - sums[blocks.indptr[label]] + of_label[label].astype(np.uint64)
-    _, first, number = np.unique(digest, return_index=True, return_inverse=True)
-    # Two labels with one digest are almost surely equal; those that are not are kept.
-    other = label[first][number]
-    entry = np.repeat(starts[other] - starts[label], of_label[label]) + np.flatnonzero(np.ones(len(mixed), np.bool_))
-    differs = np.ones(len(mixed), np.bool_)
-    is_as_long = np.repeat(of_label[other] == of_label[label], of_label[label])
-    differs[is_as_long] = blocks.indices[entry[is_as_long]] != blocks.indices[is_as_long]
-    kept = (label == other) | np.logical_or.reduceat(differs, starts[label])
-    return entries(of_queries[:, label[kept]] @ of_keys[:, label[kept]].T)
+    return np.add.reduceat(mixed, starts) + counts.astype(np.uint64)
 
 
 def entries(matrix: sparse.csr_array) -> tuple[Tensor, Tensor]:

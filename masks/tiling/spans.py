@@ -59,10 +59,10 @@ def spans(
     first_full = (least + (block_k - 1)).div(block_k, rounding_mode="floor")
     last_full = torch.where(most == k_len, col_blocks, most.div(block_k, rounding_mode="floor")) - 1
     # All tiles of a run between these are full, and tiles can number millions: only the others are looked at.
-    before = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)
-    after = torch.where(first_full <= last_full, last_full + 1, last + 1)
+    last_cut = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)  # before the full ones
+    first_cut = torch.where(first_full <= last_full, last_full + 1, last + 1)  # behind them
     place = (last - first + 1).clamp(min=0).cumsum(0) - (last + 1)  # of the tile (i, j) in the list: place[i] + j
-    cut = [place[r] + c for r, c in (between(first, before), between(after, last))]
+    cut = [place[r] + c for r, c in (between(first, last_cut), between(first_cut, last))]
     kind = torch.zeros_like(i)
     kind[torch.cat(cut)] = -1
     listed = [(i, j, kind)]

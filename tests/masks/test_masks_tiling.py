@@ -1,3 +1,5 @@
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
+from sparseflash.masks.tiling import listing
 from sparseflash.masks.tiling.diagonals import diagonals
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.spans import spans
@@ -105,3 +108,18 @@ def tokens_of_tiles(rows, cols, block):
 )
 def test_a_mask_is_the_same_made_in_portions(module, name, make):
     assert_same_in_portions(make, f"sparseflash.masks.{module}", name)
+
+
+@pytest.mark.parametrize("collide", [False, True])
+@given(data=st.data())
+def test_blocks_that_share_a_label_are_found_whatever_the_digests(collide, data):
+    count = data.draw(st.integers(1, 12))
+    of_queries, of_keys = (
+        listing.incidence(torch.tensor(data.draw(st.lists(row, min_size=1, max_size=6))), count)
+        for row in 2 * [st.lists(st.integers(0, count - 1), min_size=3, max_size=3)]
+    )
+    digests = (lambda blocks, starts, counts: counts % 2) if collide else listing._digests
+    with mock.patch.object(listing, "_digests", digests):
+        found = listing.sharing(of_queries, of_keys)
+    wanted = listing.entries(of_queries @ of_keys.T)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
