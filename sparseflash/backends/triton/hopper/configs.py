@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,12 @@ SMALL = (ROWS, 64)  # the forward's tile for masks in blocks of this size
 HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
 WIDEST = 256
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+# Bytes that a program may have, by the number of its warpgroups that multiply: two programs of one share a
+# multiprocessor, which keeps 1 KB of each for itself. And the registers of a thread at launch: the programs' threads,
+# 384, or 256 each, use the whole register file.
+MOST_MEMORY = {1: 113 * 1024, 2: SHARED_MEMORY}
+START_REGISTERS = {1: 128, 2: 168}
+PROGRAMS = {BLOCK: 1, SMALL: 2}  # of a multiprocessor, in the backward, by tile
 _BARRIERS = 1024  # bytes for barriers, numbers and alignment to 1,024
 _SMALL_THINGS = 2048  # bytes for barriers, numbers and alignment to 1,024
 # -inf times a scale of 0 would be NaN. This scale replaces smaller ones with the same result: exp2 of it times a score
@@ -129,7 +135,9 @@ class BackwardConfig(NamedTuple):
 
 
 class DkDvConfig(NamedTuple):
-    """The tuning parameters of the kernel for dk and dv of wide heads, which computes one of them or both."""
+    """The tuning parameters of the kernel for dk and dv of wide heads or blocks of 64, which computes one of them or
+    both.
+    """
 
     dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
     v_dims: tuple[int, int]
@@ -138,36 +146,51 @@ class DkDvConfig(NamedTuple):
     has_dk: bool = True
     has_dv: bool = True
     early: bool = False  # whether dP is multiplied before the exponentials
+    groups: int = GROUPS  # warpgroups that multiply; with one, a multiprocessor runs two programs
     registers: int = 240
     loader_registers: int = 24
-    start_registers: int = 168
+
+    @property
+    def start_registers(self) -> int:
+        """Registers of a thread at launch."""
+        return START_REGISTERS[self.groups]
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile of the lists."""
+        return self.groups * ROWS, self.groups * ROWS
 
     @property
     def shared_memory(self) -> int:
         """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
-        of_keys = BLOCK[1] * (dim + (v_dim if self.has_dk else 0))
+        of_keys = self.tile[1] * (dim + (v_dim if self.has_dk else 0))
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
         return 2 * (of_keys + of_queries) + 8 * ROWS * self.q_stages + _BARRIERS
 
 
 class DqConfig(NamedTuple):
-    """The tuning parameters of the kernel for dq of wide heads."""
+    """The tuning parameters of the kernel for dq of wide heads or blocks of 64."""
 
     dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
     v_dims: tuple[int, int]
     stages: int  # of keys
     v_stages: int  # of values
+    groups: int = GROUPS  # as above
     registers: int = 240
     loader_registers: int = 24
-    start_registers: int = 168
+
+    @property
+    def start_registers(self) -> int:
+        """Registers of a thread at launch."""
+        return START_REGISTERS[self.groups]
 
     @property
     def shared_memory(self) -> int:
         """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = WIDE_KEYS * (self.stages * dim + self.v_stages * v_dim)
-        return 2 * (BLOCK[0] * (dim + v_dim) + of_keys) + _SMALL_THINGS
+        return 2 * (self.groups * ROWS * (dim + v_dim) + of_keys) + _BARRIERS
 
 
 class Limits(NamedTuple):
@@ -222,6 +245,12 @@ class Limits(NamedTuple):
     forward_queries_other: int = 1024  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
+    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
+    backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
+
+    def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
+        """Whether the backward of plain scores is chosen in blocks of 64."""
+        return min(dims) >= self.backward_dim_small and (not dynamic or self.backward_small_dynamic)
 
     def least_queries(
         self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
@@ -286,39 +315,37 @@ WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
 MOST_CHANNELS = 320
 MOST_CHANNELS_IN_PIECES = 288
 WIDE_KEYS = 64  # of a step of the kernel for dq of wider heads
+_STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))  # tried, of queries and dout, or of keys and values
 
 
-def dkdv_configs_for(head_dim: int, value_dim: int) -> list[DkDvConfig]:
-    """The configurations of the kernel for dk and dv of wide heads: one for both, or one for dk and one for dv if their
-    accumulators leave too few registers. Empty for other heads.
+def dkdv_configs_for(head_dim: int, value_dim: int, groups: int = GROUPS) -> list[DkDvConfig]:
+    """The configurations of the kernel for dk and dv: one for both, or one for dk and one for dv if their accumulators
+    leave too few registers.
 
-    >>> [len(dkdv_configs_for(*dims)) for dims in ((128, 128), (192, 128), (192, 192), (256, 256))]
-    [0, 1, 2, 2]
+    >>> [len(dkdv_configs_for(*dims)) for dims in ((192, 128), (192, 192), (256, 256))]
+    [1, 2, 2]
+    >>> dkdv_configs_for(128, 128, groups=1)[0][2:4]
+    (2, 2)
     """
-    if max(head_dim, value_dim) <= WIDEST_BACKWARD:
-        return []
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     most = MOST_CHANNELS_IN_PIECES if dims[1] and v_dims[1] else MOST_CHANNELS
     both = sum(dims) + sum(v_dims) <= most
     found = []
     for has_dk, has_dv in [(True, True)] if both else [(True, False), (False, True)]:
         early = has_dk and sum(dims) + (sum(v_dims) if has_dv else 0) <= 256
-        tried = (
-            DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early) for stages in ((3, 3), (3, 2), (2, 2), (2, 1))
-        )
-        found.append(next(each for each in tried if each.shared_memory <= SHARED_MEMORY))
+        tried = (DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early, groups) for stages in _STAGES)
+        found.append(next(each for each in tried if each.shared_memory <= MOST_MEMORY[groups]))
     return found
 
 
-def dq_config_for(head_dim: int, value_dim: int) -> DqConfig:
-    """The configuration of the kernel for dq of wide heads: as many stages as shared memory has room for.
+def dq_config_for(head_dim: int, value_dim: int, groups: int = GROUPS) -> DqConfig:
+    """The configuration of the kernel for dq: as many stages as shared memory has room for.
 
     >>> dq_config_for(192, 128)[:4], dq_config_for(256, 256)[2:4]
     (((128, 64), (128, 0), 3, 3), (2, 1))
     """
-    stages = ((3, 3), (3, 2), (2, 2), (2, 1))
-    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each) for each in stages)
-    return next(each for each in tried if each.shared_memory <= SHARED_MEMORY)
+    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each, groups) for each in _STAGES)
+    return next(each for each in tried if each.shared_memory <= MOST_MEMORY[groups])
 
 
 @bounded(256)
@@ -358,6 +385,15 @@ def tile_for(block: tuple[int, int], dims: tuple[int, int] = (64, 64)) -> tuple[
     ((64, 64), (128, 128), (128, 128))
     """
     return SMALL if block == SMALL and max(dims) <= 128 else BLOCK
+
+
+def may_be_small(block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]) -> bool:
+    """Whether the backward has kernels in tiles of 64 for a mask in blocks of `block`. kinds: of score modifications.
+
+    >>> may_be_small((64, 64), (128, 128), ["sink"]), may_be_small((64, 64), (128, 128), ["alibi"])
+    (True, False)
+    """
+    return block == SMALL and max(dims) <= WIDEST_BACKWARD and {"sink"}.issuperset(kinds)
 
 
 def backward_config_for(head_dim: int, value_dim: int = 0) -> BackwardConfig:
