@@ -161,7 +161,7 @@ class Backward:
 
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
         self.layout, self.plan = layout, plan
-        self._why = reason_of_tile(layout.tile, setting.block, layout.dims, layout.kinds)
+        self._why = reason_of_tile(layout.tile, setting.plan, setting.block, layout.dims, layout.kinds)
         self._bound = [kind.bind(setting.plan, setting.block) for kind in layout.changed.all]
         self._ready = [plan.ready]
         self._finish = self._bind_finish(setting)

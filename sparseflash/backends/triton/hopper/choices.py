@@ -32,9 +32,11 @@ def backward_tile(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
     return SMALL if live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1])) else BLOCK
 
 
-def reason_of_tile(tile: tuple[int, int], block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]) -> str:
+def reason_of_tile(
+    tile: tuple[int, int], plan: Plan, block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]
+) -> str:
     """Why the backward has these tiles, for `explain`."""
-    if not may_be_small(block, dims, kinds):
+    if not may_be_small(block, dims, kinds) or plan.lists.retiling is None:
         return "the only ones"
     return "{} of the blocks in live tiles of {} x {} are live".format("most" if tile == BLOCK else "few", *BLOCK)
 
