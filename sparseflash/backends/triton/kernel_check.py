@@ -27,12 +27,12 @@ from sparseflash.backends.triton.gate import TRYING, Kind, opened
 from sparseflash.backends.triton.hopper.choices import backward_tile
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
-    ROWS,
     SMALL,
-    START_REGISTERS,
     WIDEST_BACKWARD,
     backward_config_for,
     config_for,
+    dkdv_configs_for,
+    dq_config_for,
     tile_for,
 )
 from sparseflash.backends.triton.prepared_call import setting_of
@@ -130,8 +130,8 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     if kind.backward:
         for tile in {_backward_tile(kind, each) for each in examples}:
             if tile == SMALL or max(dims) > WIDEST_BACKWARD:
-                registers = START_REGISTERS[tile[0] // ROWS]
-                expected |= dict.fromkeys(("wide_dkdv_kernel", "wide_dq_kernel"), registers)
+                expected["wide_dkdv_kernel"] = dkdv_configs_for(*dims, tile)[0].start_registers
+                expected["wide_dq_kernel"] = dq_config_for(*dims, tile).start_registers
             else:
                 expected["backward_kernel"] = backward_config_for(*dims).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)

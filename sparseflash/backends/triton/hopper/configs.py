@@ -16,12 +16,11 @@ SMALL = (ROWS, 64)  # the forward's tile for masks in blocks of this size
 HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
 WIDEST = 256
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
-# Bytes that a program may have, by the number of its warpgroups that multiply: two programs of one share a
-# multiprocessor, which keeps 1 KB of each for itself. And the registers of a thread at launch: the programs' threads,
-# 384, or 256 each, use the whole register file.
-MOST_MEMORY = {1: 113 * 1024, 2: SHARED_MEMORY}
-START_REGISTERS = {1: 128, 2: 168}
-PROGRAMS = {BLOCK: 1, SMALL: 2}  # of a multiprocessor, in the backward, by tile
+# Bytes that a program may have, by the number of programs of a multiprocessor, which keeps 1 KB of each for itself. And
+# the registers of a thread at launch: the threads of all programs use the whole register file. One program has 384
+# threads, each of several 256.
+MOST_MEMORY = {1: SHARED_MEMORY, 2: 113 * 1024, 3: 75 * 1024}
+START_REGISTERS = {1: 168, 2: 128, 3: 80}
 _BARRIERS = 1024  # bytes for barriers, numbers and alignment to 1,024
 _SMALL_THINGS = 2048  # bytes for barriers, numbers and alignment to 1,024
 # -inf times a scale of 0 would be NaN. This scale replaces smaller ones with the same result: exp2 of it times a score
@@ -146,25 +145,25 @@ class DkDvConfig(NamedTuple):
     has_dk: bool = True
     has_dv: bool = True
     early: bool = False  # whether dP is multiplied before the exponentials
-    groups: int = GROUPS  # warpgroups that multiply; with one, a multiprocessor runs two programs
-    registers: int = 240
+    programs: int = 1  # of a multiprocessor; with several, each has one warpgroup that multiplies
+    registers: int = 240  # of the second warpgroup; the first has what is left
     loader_registers: int = 24
+
+    @property
+    def groups(self) -> int:
+        """The warpgroups that multiply."""
+        return GROUPS if self.programs == 1 else 1
 
     @property
     def start_registers(self) -> int:
         """Registers of a thread at launch."""
-        return START_REGISTERS[self.groups]
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Queries and keys of a tile of the lists."""
-        return self.groups * ROWS, self.groups * ROWS
+        return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
         """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
-        of_keys = self.tile[1] * (dim + (v_dim if self.has_dk else 0))
+        of_keys = self.groups * ROWS * (dim + (v_dim if self.has_dk else 0))
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
         return 2 * (of_keys + of_queries) + 8 * ROWS * self.q_stages + _BARRIERS
 
@@ -176,14 +175,19 @@ class DqConfig(NamedTuple):
     v_dims: tuple[int, int]
     stages: int  # of keys
     v_stages: int  # of values
-    groups: int = GROUPS  # as above
+    programs: int = 1  # as above
     registers: int = 240
     loader_registers: int = 24
 
     @property
+    def groups(self) -> int:
+        """The warpgroups that multiply."""
+        return GROUPS if self.programs == 1 else 1
+
+    @property
     def start_registers(self) -> int:
         """Registers of a thread at launch."""
-        return START_REGISTERS[self.groups]
+        return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
@@ -318,34 +322,38 @@ WIDE_KEYS = 64  # of a step of the kernel for dq of wider heads
 _STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))  # tried, of queries and dout, or of keys and values
 
 
-def dkdv_configs_for(head_dim: int, value_dim: int, groups: int = GROUPS) -> list[DkDvConfig]:
+def dkdv_configs_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> list[DkDvConfig]:
     """The configurations of the kernel for dk and dv: one for both, or one for dk and one for dv if their accumulators
     leave too few registers.
 
     >>> [len(dkdv_configs_for(*dims)) for dims in ((192, 128), (192, 192), (256, 256))]
     [1, 2, 2]
-    >>> dkdv_configs_for(128, 128, groups=1)[0][2:4]
+    >>> dkdv_configs_for(128, 128, SMALL)[0][2:4]
     (2, 2)
     """
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     most = MOST_CHANNELS_IN_PIECES if dims[1] and v_dims[1] else MOST_CHANNELS
     both = sum(dims) + sum(v_dims) <= most
-    found = []
+    programs, found = 2 if tile == SMALL else 1, []
     for has_dk, has_dv in [(True, True)] if both else [(True, False), (False, True)]:
         early = has_dk and sum(dims) + (sum(v_dims) if has_dv else 0) <= 256
-        tried = (DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early, groups) for stages in _STAGES)
-        found.append(next(each for each in tried if each.shared_memory <= MOST_MEMORY[groups]))
+        tried = (DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early, programs) for stages in _STAGES)
+        found.append(next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs]))
     return found
 
 
-def dq_config_for(head_dim: int, value_dim: int, groups: int = GROUPS) -> DqConfig:
+def dq_config_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> DqConfig:
     """The configuration of the kernel for dq: as many stages as shared memory has room for.
 
     >>> dq_config_for(192, 128)[:4], dq_config_for(256, 256)[2:4]
     (((128, 64), (128, 0), 3, 3), (2, 1))
+    >>> [dq_config_for(dim, dim, SMALL).programs for dim in (64, 128)]
+    [3, 2]
     """
-    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each, groups) for each in _STAGES)
-    return next(each for each in tried if each.shared_memory <= MOST_MEMORY[groups])
+    # Up to 64 channels, dq, scores and their gradients fit the 136 registers that three programs leave a warpgroup.
+    programs = 1 if tile == BLOCK else 3 if max(head_dim, value_dim) <= 64 else 2
+    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each, programs) for each in _STAGES)
+    return next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs])
 
 
 @bounded(256)

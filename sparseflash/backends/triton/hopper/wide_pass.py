@@ -16,7 +16,6 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import (
-    PROGRAMS,
     ROWS,
     WIDE_KEYS,
     DkDvConfig,
@@ -53,9 +52,8 @@ class WideBackwardLayout(BackwardLayout):
         device = setting.plan.device
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
         self.dims, self.kinds = (dim, v_dim), () if changes is None else changes.kinds
-        self.tile, groups = tile, tile[0] // ROWS
-        self.keys = tile[1]
-        configs, self.of_dq = dkdv_configs_for(dim, v_dim, groups), dq_config_for(dim, v_dim, groups)
+        self.tile, self.keys, groups = tile, tile[1], tile[0] // ROWS
+        configs, self.of_dq = dkdv_configs_for(dim, v_dim, tile), dq_config_for(dim, v_dim, tile)
         row_tiles = -(-q_len // tile[0])
         self.pieces = batch * heads * row_tiles * groups
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), configs[0].q_stages
@@ -157,7 +155,7 @@ class WideBackward(Backward):
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         """The launch of the kernel for dq, which has a plan of its own."""
-        self.rows = rows = planned_rows(setting.plan, self.layout.tile)
+        self.rows = rows = planned_rows(setting.plan, self.layout.tile, self.layout.of_dq.programs)
         self._ready.append(rows.ready)
         return self.layout.finish.bind(
             len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
@@ -174,7 +172,7 @@ class WideBackward(Backward):
         return [*super().choices(), of_dq]
 
 
-def planned_rows(plan: Plan, tile: tuple[int, int]) -> Worklist:
-    """The work list of the kernel for dq: tiles of queries, none cut."""
-    programs = programs_of(plan.device) * PROGRAMS[tile]
+def planned_rows(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
+    """The work list of the kernel for dq: tiles of queries, none cut. programs: of a multiprocessor."""
+    programs *= programs_of(plan.device)
     return plan.derived(("hopper dq", tile, programs), lambda: forward_worklist(plan, tile, programs, may_cut=False))
