@@ -62,7 +62,8 @@ _LIBRARY = {
     "backends/reference.py": "blockmask scores",
     "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
-    "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
+    "scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
@@ -81,8 +82,8 @@ _LIBRARY = {
     "backends/triton/device_functions backends/triton/launch blockmask",
     "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
-    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
-    "testing",
+    "backends/triton/kernel_check.py": "attention.py backends backends/triton backends/triton/hopper "
+    "backends/triton/hopper:device blockmask scores testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
     "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",

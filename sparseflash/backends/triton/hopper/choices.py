@@ -28,7 +28,7 @@ def backward_tile(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
     if retiling is None:  # of a mask that is made at every step; the tiles are not known on the host
         return SMALL
     most = next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
-    live, united = (retiling.count(0, Tiling(*tile)) for tile in (SMALL, BLOCK))
+    live, united = plan.tiles_per_head * plan.lists.patterns, retiling.count(0, Tiling(*BLOCK))
     return SMALL if live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1])) else BLOCK
 
 
@@ -38,7 +38,7 @@ def reason_of_tile(
     """Why the backward has these tiles, for `explain`."""
     if not may_be_small(block, dims, kinds) or plan.lists.retiling is None:
         return "the only ones"
-    return "{} of the blocks in live tiles of {} x {} are live".format("most" if tile == BLOCK else "few", *BLOCK)
+    return "{} of the blocks in live tiles of {} x {} are live".format("enough" if tile == BLOCK else "too few", *BLOCK)
 
 
 def described_choice(

@@ -211,6 +211,8 @@ class Limits(NamedTuple):
     1.25 under all masks from 16,384 on. Where a row has few tiles, as in a butterfly, 0.67 to 1.0 below 2,048 tokens or
     with 4 heads, in calls of up to 25 us. At D=64 0.86 to 0.97.
 
+    Blocks of 64, backward: not measured yet; see `choices.MOST_FILLED` for the prediction.
+
     Dynamic masks, of blocks of 128, for 16 heads, 64 heads in groups of 16, and 4 heads, plan included, as with a CUDA
     graph. Forward: at D=128 1.04 to 1.23 at 1,024 and 2,048 tokens, 1.16 to 1.33 from 4,096 on; at D=96 1.32; at D=64
     0.88 to 1.18. With the backward: at D=128 0.89 to 1.06 at 4,096, 0.96 to 1.05 at 8,192, 1.09 to 1.15 at 16,384; at

@@ -267,7 +267,7 @@ def test_the_forward_walks_small_blocks_as_they_are():
     assert (forward.block_m, forward.block_n, forward.num_warps) == (64, 64, 10)
     assert forward.walks == "tiles of 64 x 64: the only ones" and forward.tiles == 2 * 4 * len(mask.indices)
     assert forward.programs == 2 * 4 * 16 // 2  # two items at a time
-    assert backward.walks == "tiles of 128 x 128: most of the blocks in live tiles of 128 x 128 are live"
+    assert backward.walks == "tiles of 128 x 128: enough of the blocks in live tiles of 128 x 128 are live"
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (80, 128)], ids=str)
@@ -278,7 +278,7 @@ def test_the_backward_walks_scattered_blocks_of_64_as_they_are(dims):
     assert (of_keys.kernel, of_queries.kernel) == ("dk and dv", "dq")
     for each in (of_keys, of_queries):
         assert (each.block_m, each.block_n, each.num_warps) == (64, 64, 5)
-        assert each.walks == "tiles of 64 x 64: few of the blocks in live tiles of 128 x 128 are live"
+        assert each.walks == "tiles of 64 x 64: too few of the blocks in live tiles of 128 x 128 are live"
         assert each.tiles == 2 * 4 * 64 * 8
     assert of_queries.programs == 2 * 4 * 64 and of_keys.programs == 2 * 132  # two at a time a multiprocessor
 
