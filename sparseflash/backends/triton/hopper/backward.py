@@ -6,6 +6,8 @@ A step takes ROWS queries. Two warpgroups together hold dk and dv of the keys in
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. The accumulators of S and dP start as -lse and -delta, so these take no registers of their own.
+Head dims between 64 and 128 have tiles of 128 channels. S and dP leave out channels that hold zeros (`plus_products`).
+
 One warp loads. Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits
 until its addition is visible, the other sends.
 
@@ -256,6 +258,24 @@ def in_registers(x):
 
 
 @gluon.jit
+def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr):
+    """acc + x y over the first USED + REST channels, in flight. The other channels hold zeros. acc counts if `use_acc`.
+
+    A piece begins at a multiple of 64 channels, where a swizzled tile has a new row of shared memory.
+    """
+    if x_s.shape[1] == USED:
+        acc = warpgroup_mma(x_s, y_s, acc, use_acc=use_acc, is_async=True)
+    else:
+        acc = warpgroup_mma(
+            x_s.slice(0, USED, dim=1), y_s.slice(0, USED, dim=0), acc, use_acc=use_acc, is_async=True
+        )  # fmt: skip
+        if REST > 0:
+            x_s, y_s = x_s.slice(USED, REST, dim=1), y_s.slice(USED, REST, dim=0)
+            acc = warpgroup_mma(x_s, y_s, accumulator(acc), is_async=True)
+    return acc
+
+
+@gluon.jit
 def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
     """dq [ROWS, D] in its order in shared memory and in chains: each thread's numbers in groups of four, the groups of
     a warp's threads one after another. `rows.in_rows` undoes it.
@@ -356,8 +376,9 @@ def store_part(parts_ptr, part, dk, dv):
 
 @gluon.jit
 def consumer(
-    reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
+    reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr,
+    REST: gl.constexpr, V_USED: gl.constexpr, V_REST: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    CHANGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes, changes_s = (
@@ -426,10 +447,10 @@ def consumer(
                 s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             q = q_s.index(q_stage).permute((1, 0))
-            s = warpgroup_mma(k_s, q, s, use_acc=not CHANGES.HAVE_DERIVATIVES, is_async=True)
+            s = plus_products(k_s, q, s, not CHANGES.HAVE_DERIVATIVES, USED, REST)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-            dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
-            s = local_mma_wait(s, 1)
+            dp = plus_products(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, True, V_USED, V_REST)
+            s = local_mma_wait(s, 1 if V_REST == 0 else 2)
             mask = words_ptr, tile, i % STEPS * ROWS, k_left
             p, s, of_tiles = weights_of(
                 CHANGES, changes, changes_s, s, rows, of_tiles, of_step, is_partial, mask, qk_scale, ROWS, HAS_LENGTHS,
@@ -508,7 +529,9 @@ def backward_kernel(
     # descriptor of the gradients of scores, written for live tiles; or None.
     learned, learned_desc,
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: integers of all score modifications, concatenated
-    D: gl.constexpr,
+    D: gl.constexpr,  # of tiles
+    USED: gl.constexpr, REST: gl.constexpr,  # channels of queries and keys that may not be 0, in two pieces
+    V_USED: gl.constexpr, V_REST: gl.constexpr,  # the same of values
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
@@ -565,11 +588,16 @@ def backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+            (
+                consumer,
+                (
+                    reads, ROWS, Q_STAGES, DOUT_STAGES, D, USED, REST, V_USED, V_REST, HAS_LENGTHS, HAS_PARTS, CHANGES,
+                ),
+            ),
             (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),
             (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
             (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],
         [1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS],
-    )
+    )  # fmt: skip

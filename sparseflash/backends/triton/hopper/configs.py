@@ -367,3 +367,13 @@ def backward_config_for(head_dim: int, value_dim: int = 0) -> BackwardConfig:
     (128, 64)
     """
     return _BACKWARD[max(32, padded(max(head_dim, value_dim)))]
+
+
+def used_of(dim: int, of_tiles: int) -> tuple[int, int]:
+    """The channels that the backward multiplies, of tiles with this many, in one or two pieces: at least 64, because a
+    swizzled row of shared memory has 64.
+
+    >>> [used_of(dim, 128) for dim in (40, 80, 96, 128)], used_of(32, 32)
+    ([(64, 0), (64, 16), (64, 32), (128, 0)], (32, 0))
+    """
+    return pieces_of(max(dim, 64)) if of_tiles > 64 else (of_tiles, 0)
