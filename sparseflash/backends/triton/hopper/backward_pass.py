@@ -122,7 +122,7 @@ class BackwardLayout:
             registers=config.start_registers, resident=True,
         )  # fmt: skip
         self.main = [launch]
-        self.part = BLOCK[1] * 2 * config.dim
+        self.part, self.has_gaps = BLOCK[1] * 2 * config.dim, used + rest + v_used + v_rest < 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
 
