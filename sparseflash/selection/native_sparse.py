@@ -11,7 +11,7 @@ from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.attending import over_chosen, over_near, over_past
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import best_blocks
+from sparseflash.selection.choice import best_blocks, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.layer import SelectionLayer, checked_power
 
@@ -123,26 +123,22 @@ class NativeSparseAttention(SelectionLayer):
         blocks, count = -(-frame.k_len // self.block), k_blocks.shape[2]
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         pieces, parts = self.compression // self.stride, self.block // self.stride
-        begins = torch.arange(count, device=q.device) * self.stride
         # Pieces of a block of compressed keys that lie in a block: of the one that begins `pieces - 1` strides before
         # it, one; and so on.
         shares = F.conv1d(
             torch.ones(1, 1, parts, device=q.device), torch.ones(1, 1, pieces, device=q.device), padding=pieces - 1
         ).view(-1)
 
+        compressed = candidates_of(frame, self.compression, step=self.stride, whole=True)
+
         def scores_of(rows: slice) -> Tensor:
-            logits = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k_blocks.unsqueeze(2).mT
-            logits = logits.to(lse.dtype) * scale
-            seen = (begins >= frame.firsts(rows)) & (begins + self.compression - 1 <= frame.places(rows))
-            logits = logits.masked_fill(~seen, -torch.inf)
-            total = lse[:, :, rows].masked_fill(lse[:, :, rows] == -torch.inf, 0.0)
-            weights = (logits - total.unflatten(1, (self.kv_heads, -1)).unsqueeze(-1)).exp().sum(2)
+            weights = summed(q, k_blocks, lse, compressed, rows, scale=scale)
             weights = F.pad(weights, (pieces - 1, blocks * parts - count))
             return weights.unfold(-1, parts + pieces - 1, parts) @ shares.to(weights.dtype)
 
         return best_blocks(
-            scores_of, frame, blocks=blocks, k=self.chosen, span=self.block, first=self.first, last=self.last,
-            per_row=q.shape[0] * self.num_heads * max(1, count),
+            scores_of, candidates_of(frame, self.block), blocks=blocks, k=self.chosen, first=self.first, last=self.last,
+            per_row=held(q, k_blocks),
         )  # fmt: skip
 
     def _compressed(self, x: Tensor, which: int) -> Tensor:

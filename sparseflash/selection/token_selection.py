@@ -10,7 +10,7 @@ from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary
 from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache
-from sparseflash.selection.choice import best_blocks
+from sparseflash.selection.choice import best_blocks, by_operations, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
 from sparseflash.selection.layer import normalised
@@ -73,7 +73,7 @@ class TokenSelection(IndexedLayer):
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
         index_q = self.index_queries(x, frame)
-        weights = self.weights(x.detach()) * (self.index_heads * self.index_dim) ** -0.5
+        weights = self.weights(x.detach()).transpose(1, 2) * (self.index_heads * self.index_dim) ** -0.5  # [B, Hi, N]
         new = torch.arange(frame.start, frame.k_len, device=x.device)
         index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
         if cache is not None:
@@ -83,33 +83,33 @@ class TokenSelection(IndexedLayer):
             self.loss = self.distillation(q, k, (index_q, weights, index_k), index, frame)
         return over_chosen(q, k, v, index, frame, self.how, span=1)
 
-    def scores(self, index_q: Tensor, weights: Tensor, index_k: Tensor, rows: Tensor | slice) -> Tensor:
-        """I, `[B, 1, rows, Nk]`."""
-        products = (index_q[:, :, rows] @ index_k.mT).relu().to(torch.promote_types(index_q.dtype, torch.float32))
-        return (products * weights[:, rows].transpose(1, 2).unsqueeze(3)).sum(1, keepdim=True)
-
     def choice(self, index_q: Tensor, weights: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
         """The chosen tokens of each query, `[B, 1, N, chosen]`."""
+        of = candidates_of(frame, 1)
         return best_blocks(
-            lambda rows: self.scores(index_q, weights, index_k, rows),
-            frame,
-            blocks=frame.k_len,
-            k=self.chosen,
-            span=1,
-            per_row=index_q.shape[0] * self.index_heads * frame.k_len,
-        )
+            lambda rows: summed(index_q, index_k, weights, of, rows), of, blocks=frame.k_len, k=self.chosen,
+            per_row=held(index_q, index_k),
+        )  # fmt: skip
 
     def distillation(
         self, q: Tensor, k: Tensor, indexer: tuple[Tensor, Tensor, Tensor], index: Tensor, frame: Frame
     ) -> Tensor:  # fmt: skip
         """The indexer's loss."""
-        q, k = q.detach(), k.detach()
+        q, k, (index_q, weights, index_k) = q.detach(), k.detach(), indexer
+        if self.teach == "visible":
+            return self.divergence(
+                lambda rows: (self.visible_weights(q, k, frame, rows).mean(1, keepdim=True), frame.visible(rows)),
+                lambda rows: by_operations(index_q[:, :, rows], index_k, weights[:, :, rows]), frame,
+                q.shape[0] * max(self.num_heads, self.index_heads) * frame.k_len,
+            )  # fmt: skip
 
         def target_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-            weights = self.attention_weights(q, k, frame, rows, index, 1)
-            return weights.mean(1, keepdim=True), self.support(frame, rows, index, 1)
+            found, tokens = self.chosen_weights(q, k, index[:, :, rows], frame, rows)
+            return found.mean(1, keepdim=True), tokens[:, :1] >= 0
 
-        return self.divergence(
-            target_of, lambda rows: self.scores(*indexer, rows), frame,
-            q.shape[0] * max(self.num_heads, self.index_heads) * frame.k_len,
-        )  # fmt: skip
+        def scores_of(rows: Tensor) -> Tensor:
+            products = self.scores_of_chosen(index_q[:, :, rows], index_k, index[:, :, rows], 1.0)
+            return (products.relu() * weights[:, :, rows].unsqueeze(3)).sum(1, keepdim=True)
+
+        heads = self.num_heads + self.index_heads
+        return self.divergence(target_of, scores_of, frame, q.shape[0] * heads * index.shape[3])
