@@ -47,7 +47,7 @@ def over_chosen(
     if frame.lengths is not None:
         return _with_cache(q, k, v, index, frame, how, span)
     k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
-    if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and span >= 16:
+    if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and 16 <= span <= 256:
         return selected_attention(q, k, v, index, span=span, scale=how.scale, backend=how.backend)
     if index.shape[1] == kv_heads and span < 16 and how.decodes:  # kernels that gather single tokens
         out: Tensor = token_attention(q, k, v, tokens_of(index, span), scale=how.scale, backend=how.decoder)

@@ -40,17 +40,20 @@ class SelectionLayer(Heads):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None, *, head_dim: int | None, bias: bool,
         qk_norm: bool, rotary: Rotary | None, scale: float | None, backend: Backend | None,
-        device: torch.device | str | None, dtype: torch.dtype | None,
+        device: torch.device | str | None, dtype: torch.dtype | None, value_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, None, kv_heads, head_dim, 0.0, scale, backend)
+        check_at_least_one(**({} if value_dim is None else {"value_dim": value_dim}))
+        self.value_dim = self.head_dim if value_dim is None else value_dim
         bias = flag(bias, "bias")
         if not (rotary is None or isinstance(rotary, Rotary)):
             raise TypeError(f"rotary must be Rotary or None; got {type(rotary).__name__}.")
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(f"rotary must be for heads of {self.head_dim} features; it is for {rotary.head_dim}.")
-        features = (self.num_heads + 2 * self.pairs * self.kv_heads) * self.head_dim
+        pairs = self.pairs * self.kv_heads
+        features = (self.num_heads + pairs) * self.head_dim + pairs * self.value_dim
         self.qkv = nn.Linear(embed_dim, features, bias=bias, device=device, dtype=dtype)
-        self.out = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.out = nn.Linear(self.num_heads * self.value_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.rotary = rotary
         made = [
             nn.RMSNorm(self.head_dim, device=device, dtype=dtype) if flag(qk_norm, "qk_norm") else None for _ in "qk"
@@ -73,7 +76,7 @@ class SelectionLayer(Heads):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """The attention `[B, Hq, N, D]` of queries q to keys k and values v `[B, pairs * Hkv, Nk, D]`."""
+        """The attention `[B, Hq, N, Dv]` of queries q to keys and values `[B, pairs * Hkv, Nk, D or Dv]`."""
         raise NotImplementedError
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
@@ -91,7 +94,8 @@ class SelectionLayer(Heads):
         device = checked_device(self.out.weight.device if device is None else device)
         dtype = self.out.weight.dtype if dtype is None else dtype
         heads = self.pairs * self.kv_heads
-        return SelectionCache(batch, heads, capacity, self.head_dim, self.kept(capacity), device=device, dtype=dtype)
+        sizes = heads, capacity, self.head_dim, self.value_dim
+        return SelectionCache(batch, *sizes, self.kept(capacity), device=device, dtype=dtype)
 
     def forward(
         self, x: Tensor, *, cu_seqlens: Any = None, cache: SelectionCache | None = None, **others: Any
@@ -122,7 +126,7 @@ class SelectionLayer(Heads):
         if cache is not None:
             self._check_cache(cache)
         if x.shape[1] == 0:
-            mixed = x.new_zeros(x.shape[0], 0, self.num_heads * self.head_dim)
+            mixed = x.new_zeros(x.shape[0], 0, self.out.in_features)
         else:
             lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
             start = 0 if cache is None else cache.length
@@ -138,7 +142,9 @@ class SelectionLayer(Heads):
 
     def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
         pairs = self.pairs * self.kv_heads
-        q, k, v = self.split(self.qkv(x), self.num_heads, pairs, pairs)
+        queries_and_keys, values = self.qkv(x).tensor_split([(self.num_heads + pairs) * self.head_dim], -1)
+        q, k = self.split(queries_and_keys, self.num_heads, pairs)
+        v = values.unflatten(-1, (pairs, self.value_dim)).transpose(1, 2)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))

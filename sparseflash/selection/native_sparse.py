@@ -46,6 +46,7 @@ class NativeSparseAttention(SelectionLayer):
         compression, stride: l and d. The stride divides both kinds of blocks.
         window: w.
         first, last: blocks that are always chosen, of the beginning and up to the query's own.
+        value_dim: features of a value; by default those of a key. The paper has 128 and 192.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 
@@ -59,13 +60,13 @@ class NativeSparseAttention(SelectionLayer):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, block: int = 64, chosen: int = 16,
         compression: int = 32, stride: int = 16, window: int = 512, first: int = 1, last: int = 2,
-        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
-        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        head_dim: int | None = None, value_dim: int | None = None, bias: bool = False, qk_norm: bool = False,
+        rotary: Rotary | None = None, scale: float | None = None, backend: Backend | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
-            backend=backend, device=device, dtype=dtype,
+            backend=backend, device=device, dtype=dtype, value_dim=value_dim,
         )  # fmt: skip
         self.block = self.aligned = checked_power(block, "block")
         check_at_least_one(chosen=chosen, compression=compression, stride=stride, window=window, last=last)
@@ -77,13 +78,12 @@ class NativeSparseAttention(SelectionLayer):
             raise ValueError(f"chosen must be at least first + last, {first} and {last} blocks; got {chosen}.")
         self.chosen, self.compression, self.stride, self.window = chosen, compression, stride, window
         self.first, self.last, self.unrotated = first, last, self.kv_heads
-        features = compression * self.head_dim
-        self.places = nn.Parameter(torch.zeros(2, compression, self.head_dim, device=device, dtype=dtype))
-        self.compress = nn.ModuleList()
-        for _ in ("keys", "values"):
+        self.places, self.compress = nn.ParameterList(), nn.ModuleList()
+        for dim in (self.head_dim, self.value_dim):
+            self.places.append(nn.Parameter(torch.zeros(compression, dim, device=device, dtype=dtype)))
             mlp = nn.Sequential(
-                nn.Linear(features, self.head_dim, device=device, dtype=dtype), nn.GELU(),
-                nn.Linear(self.head_dim, self.head_dim, device=device, dtype=dtype),
+                nn.Linear(compression * dim, dim, device=device, dtype=dtype), nn.GELU(),
+                nn.Linear(dim, dim, device=device, dtype=dtype),
             )  # fmt: skip
             for parameter in mlp[2].parameters():
                 nn.init.zeros_(parameter)
@@ -91,8 +91,8 @@ class NativeSparseAttention(SelectionLayer):
         self.gate = nn.Linear(embed_dim, 3 * num_heads, device=device, dtype=dtype)
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
-        shape = self.kv_heads, ended(capacity, self.compression, self.stride), self.head_dim
-        return {"k_blocks": shape, "v_blocks": shape}
+        shape = self.kv_heads, ended(capacity, self.compression, self.stride)
+        return {"k_blocks": (*shape, self.head_dim), "v_blocks": (*shape, self.value_dim)}
 
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None

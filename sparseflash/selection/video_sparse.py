@@ -100,6 +100,13 @@ class VideoSparseAttention(Heads):
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        out: Tensor = self.out(self.mix(x, q, k, v, cubes).transpose(1, 2).flatten(2))
+        return out
+
+    without_others(forward)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cubes: Cubes) -> Tensor:
+        """The attention `[B, Hq, N, D]` of queries, keys and values `[B, H, N, D]`."""
         q, k, v = (cubes.spread(y) for y in (q, k, v))
         q_mean, k_mean, v_mean = (
             y.unflatten(2, (-1, self.volume)).sum(3) / cubes.sizes.to(y.dtype)[:, None] for y in (q, k, v)
@@ -110,11 +117,7 @@ class VideoSparseAttention(Heads):
         fine = attention(q, k, v, mask, scale=self.scale, scores=padding, backend=self.backend)
         gates = self.gate(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [2, B, Hq, N, D]
         coarse = coarse.index_select(2, cubes.places // self.volume)
-        mixed = gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    without_others(forward)
+        return gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
 
     @torch.no_grad()
     def choice(self, q_mean: Tensor, k_mean: Tensor, cubes: Cubes) -> BlockMask:

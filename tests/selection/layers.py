@@ -44,7 +44,7 @@ def options_of(kind):
             {
                 "block": st.sampled_from([16, 32]), "chosen": st.integers(2, 4), "window": st.integers(1, 40),
                 "first": st.integers(0, 1), "last": st.just(1),
-                "stride": st.sampled_from([4, 8, 16]), "compression": st.sampled_from([16, 32]),
+                "value_dim": st.sampled_from([None, 8]), "stride": st.sampled_from([4, 8, 16]), "compression": st.sampled_from([16, 32]),
             }
         ),
         "MixtureOfBlocks": st.fixed_dictionaries({**common, "block": st.sampled_from([16, 32])}),

@@ -21,8 +21,12 @@ def maybe_rotated(layer, x, position):
 
 def projected(layer, x):
     """q `[Hq, N, D]`, and the keys and values of each branch, `[pairs, Hkv, N, D]`, not rotated."""
-    heads = layer.qkv(x).unflatten(1, (-1, layer.head_dim)).transpose(0, 1)
-    q, k, v = heads.split([layer.num_heads, layer.pairs * layer.kv_heads, layer.pairs * layer.kv_heads])
+    pairs = layer.pairs * layer.kv_heads
+    heads = layer.num_heads + pairs
+    features = layer.qkv(x)
+    keys = features[:, : heads * layer.head_dim].unflatten(1, (heads, layer.head_dim)).transpose(0, 1)
+    v = features[:, heads * layer.head_dim :].unflatten(1, (pairs, layer.value_dim)).transpose(0, 1)
+    q, k = keys.split([layer.num_heads, pairs])
     if layer.norm_q is not None:
         q, k = (
             y / (y.square().mean(-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt() * norm.weight
@@ -38,7 +42,7 @@ def rotated_rows(layer, x):
 def attend(layer, q, keys, values):
     """One query to a list of keys `[n, D]`; zeros without any."""
     if not len(keys):
-        return torch.zeros(layer.head_dim, dtype=q.dtype)
+        return torch.zeros(layer.value_dim, dtype=q.dtype)
     return weights(layer, q, keys) @ values
 
 
@@ -76,8 +80,8 @@ def native(layer, x):
     gates = torch.sigmoid(layer.gate(x)).unflatten(1, (3, -1))
     outs, live = [], torch.zeros(layer.num_heads, n, n, dtype=torch.bool)
     spans = [slice(j, j + length) for j in range(0, n - length + 1, stride)]
-    none = x.new_zeros(layer.kv_heads, 0, layer.head_dim)
-    all_keys, all_values = none, none
+    all_keys = x.new_zeros(layer.kv_heads, 0, layer.head_dim)
+    all_values = x.new_zeros(layer.kv_heads, 0, layer.value_dim)
     if spans:
         of_heads = range(layer.kv_heads)
         all_keys = [[maybe_rotated(layer, compressed(k_cmp[g, s], 0), s.start) for s in spans] for g in of_heads]
