@@ -59,6 +59,16 @@ def over_chosen(
     return attention(q, k, v, mask, scale=how.scale, backend=how.backend)
 
 
+def over_latent(
+    q: Tensor, k: Tensor, index: Tensor, frame: Frame, how: How, *, v_dim: int
+) -> Tensor:  # fmt: skip
+    """Attention to the tokens `index [B, 1, Nq, K]`, whose keys hold their values."""
+    out: Tensor = token_attention(
+        q, k[:, :, : frame.k_len], None, index, v_dim=v_dim, scale=how.scale, backend=how.decoder
+    )
+    return out
+
+
 def over_near(
     q: Tensor, k: Tensor, v: Tensor, frame: Frame, how: How, *, window: int
 ) -> Tensor:  # fmt: skip

@@ -31,9 +31,9 @@ class IndexedLayer(SelectionLayer):
 
     def make_indexer(
         self, index_heads: int, index_dim: int, teach: Teach, taught: int | None, device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None, query_features: int | None = None,
     ) -> None:  # fmt: skip
-        """Makes the projections; the argument of `__init__` of the same names."""
+        """Makes the projections; the arguments of `__init__` of the same names. query_features: by default x's."""
         check_at_least_one(
             index_heads=index_heads, index_dim=index_dim, **({} if taught is None else {"taught": taught})
         )
@@ -46,7 +46,8 @@ class IndexedLayer(SelectionLayer):
             taught,
             None,
         )
-        self.index_q = nn.Linear(self.embed_dim, index_heads * index_dim, bias=False, device=device, dtype=dtype)
+        query_features = self.embed_dim if query_features is None else query_features
+        self.index_q = nn.Linear(query_features, index_heads * index_dim, bias=False, device=device, dtype=dtype)
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
         self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
 

@@ -33,7 +33,7 @@ class MixtureOfBlocks(SelectionLayer):
     Args:
         embed_dim, num_heads, kv_heads: features of a token, query heads, and key heads. Each query head chooses for
             itself.
-        block: keys of a block, a power of two from 16 to 256. The paper has 512 and 4,096; smaller blocks are chosen
+        block: keys of a block, a power of two from 16 to 4,096. The paper has 512 and 4,096; smaller blocks are chosen
             more reliably, see below.
         chosen: blocks of a query, its own included.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
@@ -56,7 +56,7 @@ class MixtureOfBlocks(SelectionLayer):
             embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
             backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
-        self.block = self.aligned = checked_power(block, "block")
+        self.block = self.aligned = checked_power(block, "block", most=4096)
         check_at_least_one(chosen=chosen)
         self.chosen = chosen
 

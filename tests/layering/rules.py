@@ -134,7 +134,7 @@ _EXPERIMENTS = {
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/scores.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
-    "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
+    "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
     "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
