@@ -52,8 +52,8 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores selected_tokens.py "
-    "varlen.py",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/fused masks/tiling nn scores "
+    "selected_tokens.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -135,7 +135,7 @@ _EXPERIMENTS = {
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/scores.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
-    "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
+    "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
     "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
@@ -169,9 +169,13 @@ FACADE = "sparseflash.blockmask.mask"
 # Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
     "sparseflash/backends/triton",
+    "masks/fused/block_scores.py",
     "masks/fused/index.py",
+    "masks/fused/largest.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/select.py",
+    "masks/fused/summed_scores.py",
+    "masks/fused/tile_scores.py",
     "masks/fused/unused.py",
 )

@@ -171,7 +171,7 @@ MUTATIONS = [
     ),
     Mutation(
         "varlen: running sums are read once, whatever is written",
-        "sparseflash/varlen.py",
+        "sparseflash/blockmask/running_sums.py",
         " and found[1] == values._version:",
         ":",
         "tests/test_varlen.py::test_running_sums_that_are_written_to_are_read_again",
