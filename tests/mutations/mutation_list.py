@@ -177,6 +177,13 @@ MUTATIONS = [
         "tests/test_decode.py::test_a_negative_scale_is_that_of_negative_queries",
     ),
     Mutation(
+        "equal masks: heads and batch elements are told apart",
+        "sparseflash/blockmask/methods/conversion.py",
+        "(device, *whole._numbers(), whole.pattern.shape, *contents)",
+        "(device, *whole._numbers(), *contents)",
+        "tests/blockmask/test_shared_masks.py::test_arrays_of_the_same_bytes_are_not_taken_for_the_same_mask",
+    ),
+    Mutation(
         "varlen: running sums are read once, whatever is written",
         "sparseflash/varlen.py",
         " and found[1] == values._version:",
