@@ -247,7 +247,7 @@ def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
     assert groups("local/butterfly", names) == ["local", "butterfly"]
     (tmp_path / "mine.py").touch()
     assert groups("dense|local/mine.py:rule", names) == ["dense|local/mine.py:rule"]
-    assert groups("local/mine.py:a|mine.py:b/dense|mine.py:a", names) == ["local/mine.py:a|mine.py:b", "dense|mine.py:a"]
+    assert groups("local/mine.py:a|mine.py:b/dense", names) == ["local/mine.py:a|mine.py:b", "dense"]
 
 
 @pytest.mark.parametrize(
