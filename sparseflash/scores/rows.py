@@ -88,7 +88,7 @@ class _Rule(NamedTuple):
 
         def added(score: Tensor, h: Tensor, row: Tensor, query: Tensor, key: Tensor, given: list[Tensor]) -> Tensor:
             if self.is_log is not None:
-                distance = (query + self.shift - key).abs().float()
+                distance = (query + self.shift - key).abs().to(score.dtype)
                 score = score - given.pop(0)[h, row] * (distance.log1p() if self.is_log else distance)
             if self.has_relative:
                 table, buckets, q_codes, k_codes = (given.pop(0) for _ in range(4))

@@ -357,6 +357,23 @@ def chosen_defined(q, k, v, temperature, sink):
     return dense(q, k, v, live, lambda s: capped(s / temperature.to(s.dtype)[:, None, None]), sink=sink)
 
 
+def chosen_by_place(q, k, v, slopes, gain):
+    change = scores.alibi(slopes) + scores.function(lambda s, b, h, i, j, gain: s * gain[h] + 0.1 * (i % 3), gain)
+    return grouped.selected_attention(q, k, v, on(INDEX, q), span=16, return_lse=True, scores=change)
+
+
+def chosen_by_place_defined(q, k, v, slopes, gain):
+    at = torch.arange(N)
+    listed = (at // 16 == INDEX[..., None]).any(-2) & CAUSAL
+    apart, rows = on(distances(), q), on(at[:, None] % 3 * 0.1, q)
+    heads = [x.to(q.dtype)[:, None, None] for x in (slopes, gain)]
+    found, lse = dense(
+        q, k, v, listed.repeat_interleave(H // HKV, 0),
+        lambda s: (s - heads[0] * apart.abs().to(s.dtype)) * heads[1] + rows.to(s.dtype),
+    )  # fmt: skip
+    return found, lse
+
+
 QKV = Q, K, K
 HEADS = HEADS_FIRST[0], HEADS_FIRST[1], HEADS_FIRST[1]
 SAME_HEADS = (Q,) * 3
@@ -392,6 +409,7 @@ DOORS = {
         for door in ("vllm", "sglang") for page, new in ((1, (1, 1)), (20, (1, 1)), (20, (3, 3)), (20, (7, 20)))
     },
     "sglang decode_attention": engine("decode", 20, (1, 1)),
+    "selected_attention, by place": Door(chosen_by_place, chosen_by_place_defined, HEADS, learned=((H,), (H,))),
     "selected_attention, packed": Door(chosen, chosen_defined, HEADS, learned=((H,), (H,))),
 }  # fmt: skip
 
