@@ -9,7 +9,7 @@ from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.block_index import mask_of_queries
 from sparseflash.scores.change import Sizes
-from sparseflash.scores.rows import in_rows
+from sparseflash.scores.rows import _functions, in_rows
 from tests.drawn.masks import SEEDS
 from tests.watched.waiting import NoWaiting, assert_replays_as_called
 
@@ -157,13 +157,22 @@ def test_modifications_by_head_and_position_are_of_query_heads(group, packed, ba
 
 
 def test_functions_of_rows_are_recorded_once():
-    q, k = torch.zeros(1, 4, 10, 16), torch.zeros(1, 2, 10, 16)
+    q, k = (torch.randn(1, n, 10, 16, generator=generator(0)) for n in (4, 2))
     change = scores.function(lambda score, b, h, q, k, gain: score * gain[h], torch.ones(4)) + scores.alibi(
         torch.ones(4)
     )
     made = [in_rows(change, Sizes(1, 4, 10, 10, q.device), 2, 16, lambda x: x)[0].changes[0] for _ in range(2)]
     assert made[0].identity is made[1].identity and made[0].kind == "function"
-    selected_attention(q, k, k, INDEX[:, :, :1], scores=change, backend="triton")
+    want = selected_attention(q, k, k, INDEX[:, :, :1], scores=change, backend="triton")
+
+    def run(q, k):
+        return selected_attention(q, k, k, INDEX[:, :, :1], scores=change, backend="triton")
+
+    compiled = torch.compile(run, backend="eager")
+    assert torch.equal(compiled(q, k), want)
+    known = len(_functions)
+    compiled(q, k)
+    assert len(_functions) == known
 
 
 @pytest.mark.parametrize(

@@ -131,9 +131,15 @@ def _of_places(
     rule = _Rule(
         sizes.heads // kv_heads, rows, sizes.k_len - sizes.q_len, is_log, relative is not None, tokens is not None
     )
+    make = torch.compiler.disable(_kept) if torch.compiler.is_dynamo_compiling() else _kept
+    return make(rule, own).with_tensors(tensors)
+
+
+def _kept(rule: _Rule, own: Function | None) -> Function:
+    """`rule.made(own)`, once: a new function would be recorded anew. Dynamo cannot look for the one that is kept."""
     key = rule, None if own is None else own.identity
-    made: Function = _functions.get(key) or _functions.put(key, rule.made(own))  # a new one would be recorded anew
-    return made.with_tensors(tensors)
+    made: Function = _functions.get(key) or _functions.put(key, rule.made(own))
+    return made
 
 
 def _of_rows(x: Tensor, kv_heads: int, rows: int) -> Tensor:
