@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, dense_tensor, flag
+from sparseflash.blockmask.arguments import Block, dense_tensor, flag, integer_tensor
 from sparseflash.blockmask.cache import bounded, bounded_tensors
 from sparseflash.interop.alibi import alibi_of_batch, alibi_of_sequences, score_changes
 from sparseflash.interop.tokens_first import check_window, heads_first, refuse_unless
@@ -86,18 +86,22 @@ def flash_attn_varlen_func(
     torch.Size([300, 4, 16])
 
     Args:
-        q, k, v: packed tokens, `[total_q, Hq, D]`, `[total_k, Hkv, D]` and `[total_k, Hkv, Dv]`.
+        q, k, v: packed tokens, `[total_q, Hq, D]`, `[total_k, Hkv, D]` and `[total_k, Hkv, Dv]`. Tokens past all
+            sequences are padding: their out is 0, their lse -inf, their gradients 0.
         cu_seqlens_q, cu_seqlens_k: the running sums of the lengths. On a GPU the first call with a tensor waits for it;
             see `attention_varlen`.
-        max_seqlen_q, max_seqlen_k: not needed here.
-        block_table: must be None; `flash_attn_with_kvcache` reads pages.
+        max_seqlen_q: needed with a `block_table` only. max_seqlen_k: not needed here.
+        block_table: the pages of each sequence, integers `[B, n]`; k and v are then all pages, `[P, page, Hkv, D]`, and
+            have no gradients.
         the others: as for `flash_attn_func`; `alibi_slopes [B, Hq]` has one row for each sequence; lse is
             `[Hq, total_q]`.
     """
-    refuse_unless(
-        block_table is None, "block_table", "None in flash_attn_varlen_func; pages go to flash_attn_with_kvcache",
-        block_table,
-    )  # fmt: skip
+    if block_table is not None:
+        return _of_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, (return_lse, return_attn_probs), dropout_p,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, backend=backend,
+        )  # fmt: skip
     for name, x in (("q", q), ("k", k), ("v", v)):
         if dense_tensor(x, name).ndim != 3:
             raise ValueError(f"{name} must have shape [tokens, heads, head dim]; got {list(x.shape)}.")
@@ -109,11 +113,14 @@ def flash_attn_varlen_func(
     mask = None
     if len(q) and len(k):
         mask = varlen_mask(cu_seqlens_q, cu_seqlens_k, pattern, block=block, device=q.device)
+    padding = 0
     if mask is not None and (mask.q_len, mask.k_len) != (len(q), len(k)):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}; got "
-            f"{mask.q_len} and {mask.k_len}."
-        )
+        if mask.q_len > len(q) or mask.k_len > len(k):
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}, or before "
+                f"padding; got {mask.q_len} and {mask.k_len}."
+            )
+        padding, q, k, v = len(q) - mask.q_len, q[: mask.q_len], k[: mask.k_len], v[: mask.k_len]
     changes = score_changes(softcap, learnable_sink)
     if alibi_slopes is not None:
         changes = changes + alibi_of_sequences(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k)
@@ -122,7 +129,25 @@ def flash_attn_varlen_func(
         qh, kh, vh, mask, scale=softmax_scale, return_lse=True,
         dropout_p=dropout_p, scores=changes if changes.changes else None, backend=backend,
     )  # fmt: skip
-    return _returned(out[0].transpose(0, 1), lse[0], return_lse, return_attn_probs, dropout_p)
+    out, lse = out[0].transpose(0, 1), lse[0]
+    if padding:
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))
+        lse = torch.nn.functional.pad(lse, (0, padding), value=-torch.inf)
+    return _returned(out, lse, return_lse, return_attn_probs, dropout_p)
+
+
+def _of_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int | None,
+    block_table: Tensor, returns: tuple[bool, bool], dropout_p: float, **options: Any,
+) -> Any:  # fmt: skip
+    from sparseflash.interop.paged import packed_over_pages  # it uses this module
+
+    refuse_unless(not dropout_p, "dropout_p", "0 with a block_table", dropout_p)
+    refuse_unless(max_seqlen_q is not None, "max_seqlen_q", "given with a block_table", None)
+    assert max_seqlen_q is not None
+    lengths = integer_tensor(cu_seqlens_k, "cu_seqlens_k", q.device).diff()
+    out, lse = packed_over_pages(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **options)
+    return _returned(out, lse, *returns, dropout_p)
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,29 @@ def cached_defined(q, k, v, new_k, new_v):
     return tuple(map(torch.cat, zip(*found)))
 
 
+ANGLE = torch.arange(N)[:, None] / 10.0 ** torch.arange(16)
+
+
+def rotary(q, k, v, new_k, new_v):
+    cos, sin = on(ANGLE.cos(), q), on(ANGLE.sin(), q)
+    return flash_attn_cache.flash_attn_with_kvcache(
+        q, k.clone(), v.clone(), new_k, new_v, cos, sin, on(LENGTHS, q), causal=True, rotary_interleaved=False
+    )
+
+
+def rotary_defined(q, k, v, new_k, new_v):
+    found = []
+    for b, length in enumerate(LENGTHS.tolist()):
+        at = torch.arange(length, length + 3)
+        own, fresh = (
+            test_flash_attn.turned(x[b], ANGLE.cos().to(x.dtype), ANGLE.sin().to(x.dtype), at, False)
+            for x in (q, new_k)
+        )
+        keys, values = torch.cat([k[b, :length], fresh])[None], torch.cat([v[b, :length], new_v[b]])[None]
+        found.append(tokens_first(own[None], keys, values, distances(3, length + 3) >= 0)[0])
+    return torch.cat(found)
+
+
 # FlexAttention
 
 GRAPH = torch.randint(0, 8, (B, N, N), generator=torch.Generator().manual_seed(0))
@@ -389,6 +412,9 @@ DOORS = {
     ),
     "flash_attn_with_kvcache in pages": Door(
         cached(20), cached_defined, ((B, 3, H, D), K, K, (B, 3, HKV, D), (B, 3, HKV, D)), gradients=False
+    ),
+    "flash_attn_with_kvcache with rotary positions": Door(
+        rotary, rotary_defined, ((B, 3, H, D), K, K, (B, 3, HKV, D), (B, 3, HKV, D)), gradients=False
     ),
     "flex_attention": Door(flex(create_block_mask), flex_defined, HEADS),
     "flex_attention of PyTorch's mask": Door(flex(theirs.create_block_mask), flex_defined, HEADS),
