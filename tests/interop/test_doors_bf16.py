@@ -429,6 +429,9 @@ DOORS = {
     "xformers, a tensor": Door(added, added_defined, (*SAME_HEADS, (B, H, N, N))),
     "FastVideo": Door(video, video_defined, ((B, H, 320, D),) * 3),
     "sdpa, is_causal": Door(ours(is_causal=True), torch_defined(is_causal=True), HEADS),
+    "sdpa, keys of one batch element and head": Door(
+        ours(is_causal=True), torch_defined(is_causal=True), ((B, H, N, D), (1, 1, N, D), (1, 1, N, D))
+    ),
     "sdpa, a learned mask": Door(ours(), torch_defined(), (*HEADS, (1, H, N, N))),
     **{
         f"{door}, pages of {page}, {new} new": engine(door, page, new)
