@@ -234,6 +234,17 @@ def flex_learned_defined(q, k, v, table):
     return dense(q, k, v, every, lambda s: s + added.to(s.dtype))[0]
 
 
+def flex_products(q, k, v, own, other):
+    """As MLA adds its rotary part; and a curve of PyTorch's."""
+    mod = lambda s, b, h, i, j: torch.nn.functional.gelu(s + torch.dot(own[b, h, i], other[b, 0, j]))  # noqa: E731
+    return flex_attention(q, k, v, mod, enable_gqa=True)
+
+
+def flex_products_defined(q, k, v, own, other):
+    every = torch.ones(N, N, dtype=torch.bool)
+    return dense(q, k, v, every, lambda s: torch.nn.functional.gelu(s + own @ other.mT))[0]
+
+
 # NATTEN
 
 
@@ -419,6 +430,9 @@ DOORS = {
     "flex_attention": Door(flex(create_block_mask), flex_defined, HEADS),
     "flex_attention of PyTorch's mask": Door(flex(theirs.create_block_mask), flex_defined, HEADS),
     "flex_attention, a learned table": Door(flex_learned, flex_learned_defined, HEADS, learned=((H, 8),)),
+    "flex_attention, products of rows": Door(
+        flex_products, flex_products_defined, (*HEADS, (B, H, N, 8), (B, 1, N, 8))
+    ),
     "na1d": na(1, (N,), kernel_size=31, dilation=3, is_causal=True),
     "na2d": Door(
         na2d, na2d_defined,
