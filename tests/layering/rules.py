@@ -14,8 +14,8 @@ _GROUPS = {
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
-    "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flash_attn_varlen "
+    "flex_attention megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
