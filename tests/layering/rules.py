@@ -9,7 +9,7 @@ inside functions and for types count.
 # what chooses tiles for attention needs `triton:choosing`.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
-    "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs cuda_graphs device "
+    "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs device "
     "direct_start launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",

@@ -34,8 +34,7 @@ from sparseflash.backends.triton.hopper.scores import (
     shared_entry,
     sums_of_two_rows,
 )
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import launch_of
+from sparseflash.backends.triton.launch.launches import launch_of, like, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 
 if TYPE_CHECKING:

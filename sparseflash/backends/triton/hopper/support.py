@@ -18,7 +18,7 @@ from sparseflash.backends.triton.hopper.configs import (
     is_common,
     tile_for,
 )
-from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
