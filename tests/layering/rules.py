@@ -126,7 +126,7 @@ _EXPERIMENTS = {
     "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
     "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
-    "sparseflash/backends/reference.py PUBLIC",
+    "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",

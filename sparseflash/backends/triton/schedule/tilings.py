@@ -35,10 +35,9 @@ from typing import NamedTuple
 #   program           every program: to find its work, load the tile it holds and write its results
 #   worth             the cost of another tiling must be at most this share of the mask's own, because the tiling has
 #                     to be made and has more partial tiles
-# The constants for half precision are based on timings of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64
-# and 128 channels, three kernels). They are close to the fits of the benchmark of blocks to
-# experiments/results/speed/blocks-h100-49b1c4b (in git's history, at caba0b23), but adjusted for the best choices: for
-# 23 masks and kernels the chosen tiling takes 2 % longer than the fastest measured one on average, and at most 25 %.
+# The constants for half precision fit timings of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64 and 128
+# channels, three kernels), adjusted for the best choices: for 23 masks and kernels the chosen tiling takes 2 % longer
+# than the fastest measured one on average, and at most 25 %.
 # The predicted times are off by a quarter. Full fp32 multiplies six times and loads three times as much; its constants
 # are estimates.
 TILE_COSTS = {
