@@ -117,24 +117,21 @@ _EXPERIMENTS = {
     "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
-    "benchmarks": "",
+    # The benchmarks of one file.
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py training/layers PUBLIC",
+    "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
-    "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
-    "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
     "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
-    "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
-    "benchmarks/scores.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
-    "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
     "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
