@@ -12,7 +12,7 @@ _GROUPS = {
     "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs device "
     "direct_start launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
-    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
+    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores table_sums",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
     "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
     "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
