@@ -277,9 +277,9 @@ MUTATIONS = [
     ),
     Mutation(
         "launches: one prepared for any dropout",
-        "sparseflash/backends/triton/call_keys.py",
-        "*setting[1:], problem.scale, problem.dropped, problem.kernels, tensors[0].dtype",
-        "*setting[1:], problem.scale, problem.kernels, tensors[0].dtype",
+        "sparseflash/backends/triton/prepared_call.py",
+        "*setting[1:], problem.scale, problem.dropped, problem.kernels, q.dtype",
+        "*setting[1:], problem.scale, problem.kernels, q.dtype",
         "tests/backends/triton/test_call_cache.py::test_launches_that_differ_in_anything_have_keys_of_their_own",
     ),
     Mutation(

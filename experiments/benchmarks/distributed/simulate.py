@@ -11,6 +11,7 @@ import torch
 from experiments.benchmarks.harness import Bench
 from sparseflash import BlockMask, distributed, masks
 from sparseflash.distributed import costs
+from sparseflash.distributed.shards import Integers
 
 RANKS = (2, 8, 32, 128, 1024)
 TOKENS = tuple(1 << power for power in (16, 17, 18, 20, 22, 24))
@@ -66,8 +67,8 @@ def simulated(bench: Bench, path: str, ranks: int, mask: BlockMask) -> None:
     machine, loads = costs.default_machine(ranks), plan.loads
     estimates, chosen, counts = plan.estimates(SHAPE), plan.chosen(SHAPE), np.array(plan.keys.counts)
     keys = min((each for each in estimates if each.strategy == "keys"), key=lambda each: each.total)
-    gather = costs.keys_gathered(loads, counts, SHAPE, machine)
-    ring = costs.keys_in_a_ring(loads, counts, SHAPE, machine)
+    gather = keys_gathered(loads, counts, machine)
+    ring = keys_in_a_ring(loads, counts, machine)
     # `queries` only if anything is sent, `heads` only with at least as many key heads as ranks.
     others = {each.strategy: each.total for each in estimates if each.strategy != "keys"}
     seconds = {
@@ -87,3 +88,27 @@ def simulated(bench: Bench, path: str, ranks: int, mask: BlockMask) -> None:
         # Mean over maximum of live tiles; share of live tiles without remote keys.
         balance=float(loads.balance), local=float(loads.local.sum() / loads.total.sum()),
     )  # fmt: skip
+
+
+def keys_gathered(loads: costs.Loads, k_tokens: Integers, machine: costs.Machine) -> costs.Estimate:
+    """Every rank receives all keys before it begins (all-gather)."""
+    ranks, passes = len(k_tokens), 1 + costs.BACKWARD_BYTES
+    total = float(k_tokens.sum()) * SHAPE.batch * SHAPE.kv_heads * SHAPE.key_bytes
+    bytes_ = total * (ranks - 1) / ranks
+    transfer = passes * (bytes_ / machine.bandwidth + machine.latency)
+    compute = float(loads.total.max()) * SHAPE.flops_per_score / machine.flops
+    return costs.Estimate("all-gather", 1, bytes_, bytes_, compute, transfer, compute + transfer)
+
+
+def keys_in_a_ring(loads: costs.Loads, k_tokens: Integers, machine: costs.Machine) -> costs.Estimate:
+    """All keys go round the ranks, each step behind attention to the keys of the step before.
+
+    The best possible ring for this mask: every step's attention is as balanced as the whole.
+    """
+    ranks, passes = len(k_tokens), 1 + costs.BACKWARD_BYTES
+    step = float(k_tokens.max()) * SHAPE.batch * SHAPE.kv_heads * SHAPE.key_bytes
+    transfer = passes * (ranks - 1) * (step / machine.bandwidth + machine.latency)
+    compute = float(loads.total.max()) * SHAPE.flops_per_score / machine.flops
+    last = compute / ranks
+    total = max(compute, transfer + last)
+    return costs.Estimate("ring", ranks - 1, step * (ranks - 1), step * (ranks - 1), compute, transfer, total)

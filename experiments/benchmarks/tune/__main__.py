@@ -87,7 +87,7 @@ def main(
         for a in arithmetic or ("half",)
         for d in dim or (64, 128)
         for way in loads or both
-        if not (way == "descriptors" and arch < 90)
+        if way == "pointers" or architecture_of(divmod(arch, 10)).has_tma
     ]
     if not targets:
         raise typer.BadParameter("nothing is left to tune: before sm_90 there are no descriptors")

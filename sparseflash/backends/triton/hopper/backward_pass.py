@@ -23,8 +23,15 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_fo
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.learned import HopperCall
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.launches import (
+    SOME_LENGTHS,
+    SOME_PARTS,
+    launch_of,
+    like,
+    of_call,
+    one_number_of,
+    strides_of,
+)
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan

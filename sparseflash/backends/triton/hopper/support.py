@@ -19,7 +19,7 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
-from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)

@@ -29,8 +29,15 @@ from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_dkdv import wide_dkdv_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.launches import (
+    SOME_LENGTHS,
+    SOME_PARTS,
+    launch_of,
+    like,
+    of_call,
+    one_number_of,
+    strides_of,
+)
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.worklists import Worklist

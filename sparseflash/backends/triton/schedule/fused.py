@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.schedule.launch_order import is_exact
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import (
     ITEM,
@@ -26,7 +25,7 @@ from sparseflash.backends.triton.schedule.work_item import (
     ITEM_PARTIAL_TILE,
     ITEM_START,
 )
-from sparseflash.backends.triton.schedule.worklists import TileLists
+from sparseflash.backends.triton.schedule.worklists import TileLists, is_exact
 from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
