@@ -247,27 +247,3 @@ def heads_travel(
     copying = _HEADS_PASSES * float((q * (shape.dim + shape.v_dim) * item + k * shape.key_bytes).max()) * ranks
     compute = float(per_rank.max()) * shape.flops_per_score / machine.flops + copying / machine.memory
     return Estimate("heads", 1, float(sent.mean()), float(most.max()), compute, transfer, compute + transfer)
-
-
-def keys_gathered(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
-    """For comparison: every rank receives all keys before it begins (all-gather)."""
-    ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
-    total = float(k_tokens.sum()) * shape.batch * shape.kv_heads * shape.key_bytes
-    bytes_ = total * (ranks - 1) / ranks
-    transfer = passes * (bytes_ / machine.bandwidth + machine.latency)
-    compute = float(loads.total.max()) * shape.flops_per_score / machine.flops
-    return Estimate("all-gather", 1, bytes_, bytes_, compute, transfer, compute + transfer)
-
-
-def keys_in_a_ring(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
-    """For comparison: all keys go round the ranks, each step behind attention to the keys of the step before.
-
-    The best possible ring for this mask: every step's attention is as balanced as the whole.
-    """
-    ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
-    step = float(k_tokens.max()) * shape.batch * shape.kv_heads * shape.key_bytes
-    transfer = passes * (ranks - 1) * (step / machine.bandwidth + machine.latency)
-    compute = float(loads.total.max()) * shape.flops_per_score / machine.flops
-    last = compute / ranks
-    total = max(compute, transfer + last)
-    return Estimate("ring", ranks - 1, step * (ranks - 1), step * (ranks - 1), compute, transfer, total)
