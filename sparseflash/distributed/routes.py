@@ -70,9 +70,8 @@ class Readers:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The patterns that the queries of each key head use. With grouped heads, a key head is needed where any of its
-    query heads needs it. Key heads with the same patterns are of one kind.
-    """
+    """The patterns of each key head's queries: with grouped heads, a key head is needed where any of its query heads
+    needs it. Key heads with the same patterns are of one kind."""
 
     kinds: list[list[int]]  # the patterns of each kind
     kind_of_pair: Integers  # [B * Hkv]

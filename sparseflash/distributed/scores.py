@@ -1,7 +1,6 @@
 """Score modifications over several ranks: from the whole problem to the tokens or heads of one call.
 
-Modifications that depend on positions use positions in the whole sequence: tensors along tokens are indexed by them,
-and functions are called with them.
+Tensors along tokens are indexed by positions in the whole sequence, and functions are called with them.
 """
 
 from __future__ import annotations

@@ -137,7 +137,8 @@ _EXPERIMENTS = {
     "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
-    "benchmarks/tune.py": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed training BACKENDS PUBLIC",
+    "benchmarks/tune.py": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed training BACKENDS "
+    "PUBLIC",
 }
 
 
