@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 
@@ -106,14 +107,10 @@ D128, D64 = (128, 16), (64, 32)  # head dim and heads
 
 
 def _workload(
-    name: str, kind: str, length: int, heads: int = 16, head_dim: int = 128, batch: int = 1, *, backward: bool = True,
-    kv_heads: int | None = None, sizes: tuple[int, ...] = (), keys: int | None = None, v_dim: int | None = None,
+    name: str, kind: str, length: int, heads: int = 16, head_dim: int = 128, batch: int = 1, **more: Any
 ) -> Case:  # fmt: skip
-    passes = (FORWARD, BACKWARD) if backward else (FORWARD,)
-    return Case(
-        name, kind, batch, heads, length, head_dim, passes=passes, group="workloads", kv_heads=kv_heads, sizes=sizes,
-        keys=keys, v_dim=v_dim,
-    )  # fmt: skip
+    given = {"passes": (FORWARD, BACKWARD), "group": ON_REQUEST} | more
+    return Case(name, kind, batch, heads, length, head_dim, **given)
 
 
 WORKLOADS = (
@@ -131,7 +128,7 @@ WORKLOADS = (
     *(_workload(f"dense-4k-d{dim}", "dense", 4096, 16, dim, 2) for dim in (32, 64, 72, 80, 96, 128, 192, 256)),
     *(_workload(f"window-1024-16k-d{dim}", "window", 16384, 16, dim, sizes=(1024,)) for dim in (64, 128, 256)),
     _workload("deepseek-causal-8k", "causal", 8192, 16, 192, v_dim=128),
-    _workload("latent-causal-4k", "causal", 4096, 16, 576, kv_heads=1, v_dim=512, backward=False),
+    _workload("latent-causal-4k", "causal", 4096, 16, 576, kv_heads=1, v_dim=512, passes=(FORWARD,)),
     *(_workload(f"{kind}-16k-d64", kind, 16384, 32, 64) for kind in ("dense", "causal")),
     _workload("image-128-window-13", "image", 16384, 16, 64, sizes=(128, 13)),
     _workload("video-32-window-9", "video", 32768, 16, 64, sizes=(32, 9)),
