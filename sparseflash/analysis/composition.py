@@ -30,7 +30,7 @@ def compose(a: Relation, b: Relation) -> Relation:
     """Who sees whom in two steps: token q sees k iff some t has a[q, t] and b[t, k]."""
     count = a.count
     live_a, live = a.live(), bitrows.product(a.live(), b.live())
-    # # A full tile times one without empty columns is full, and so is one without empty rows times a full tile.
+    # A full tile times one without empty columns is full, and so is one without empty rows times a full tile.
     rows_a, columns_b = a.fills_rows(), b.fills_columns()
     weak = bitrows.product(a.partial(), b.partial())
     weak |= bitrows.product(a.full, b.partial(~columns_b)) | bitrows.product(a.partial(~rows_a), b.full)

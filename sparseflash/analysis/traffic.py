@@ -90,7 +90,7 @@ def bytes_moved(
         index read        32 per program, and for each tile of each program 4, or 8 if it is partial
         bits read         block_q * block_k / 8 for each partial tile
 
-    m is the largest power of two up to `block_q` for which queries, accumulator, statistics and a step of 16 keys fit
+    m is the largest power of two up to `block_q` with which queries, accumulator, statistics and a step of 16 keys fit
     on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. With M the on-chip memory and s the share of
     live tiles, m grows like `M / D` and the total like `N D + s N^2 D^2 / M` (Dao et al., 2022, theorem 2 and
     proposition 4). To model an actual kernel, pass its `tile_queries`.

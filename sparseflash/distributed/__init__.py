@@ -7,7 +7,7 @@
     loss = loss_of(plan.gather(logits))
 
 `shard` deals chunks of tokens to the ranks: equally many tokens, about as many live tiles, few remote keys (`planner`).
-From the mask's lists every rank computes which key blocks it needs from which rank (`routes`). Only those are sent
+From the mask's lists every rank computes the key blocks that it needs from each rank (`routes`). Only those are sent
 (`exchange`), by a collective or by copies out of other GPUs' memory (`collectives`, `peer_copies`, `transport_choice`),
 before attention or in one to four parts that overlap with attention to the keys at hand; partial results are merged by
 their lse in a fixed order (`sparseflash.merge`). Alternatively heads travel (`ulysses`), or queries travel to their

@@ -90,11 +90,10 @@ def attention(
             read. None: all use the seed that the group's first rank draws from the PyTorch generator of q's device (8
             bytes are sent), so generators within a group need not agree, and groups differ if their first ranks' do.
         scores: as on one GPU, the same on every rank, for all heads, with tensors along tokens whole. Each rank
-            receives a part of the gradients of their tensors: sum these over the group, like those of all parameters.
+            receives a part of the gradients of their tensors: sum these over the group, as for all parameters.
             Distances, relative tables and functions read positions from tensors, which costs more than on one GPU
-            unless
-            heads travel. Refused: a `tile_bias`; and on GPUs a learned tensor of more than 16,384 numbers a head that a
-            function indexes by query and key (pass it as `scores.bias`).
+            unless heads travel. Refused: a `tile_bias`; and on GPUs a learned tensor of more than 16,384 numbers a head
+            that a function indexes by query and key (pass it as `scores.bias`).
 
     Returns:
         This rank's part of `out [B, Hq, n, Dv]`, or of `(out, lse)`.

@@ -29,7 +29,7 @@ def _all(x: Tensor, dim: int, shards: Shards, group: dist.ProcessGroup | None) -
     if shards.ranks == 1:
         return x.clone()
     moved = x.movedim(dim, 0)
-    # # As bytes, because every backend takes every dtype so. From one dimension, because the stride of a last dimension
+    # As bytes, because every backend takes every dtype so. From one dimension, because the stride of a last dimension
     # of size 1 is arbitrary.
     flat = moved.contiguous().view(-1).view(torch.uint8).view(len(moved), -1)
     most = max(shards.counts)

@@ -21,7 +21,7 @@ from sparseflash.distributed.shards import Integers
 
 Floats = NDArray[np.float64]
 MOST_STAGES = 4
-# # The share of queries with remote keys up to which they attend apart, if keys travel in one exchange before
+# The share of queries with remote keys up to which they attend apart, if keys travel in one exchange before
 # attention. A second attention leaves the GPU unfilled at its ends, but the other queries' keys need not be copied.
 FEW_QUERIES = 0.125
 
@@ -48,7 +48,7 @@ H100_HOSTS = replace(H100, name="hosts of 8 H100s, InfiniBand", bandwidth=45e9, 
 _ONE_HOST = 8
 LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
-# # How often bytes are read or written besides attention and exchanges, forward and backward, fitted to times of two
+# How often bytes are read or written besides attention and exchanges, forward and backward, fitted to times of two
 # H100s: queries of a rank, for each partial result; travelling queries, and those they are merged with; all tokens, if
 # heads travel.
 _PARTIAL_PASSES, _QUERY_PASSES, _HEADS_PASSES = 16, 45, 10
@@ -178,7 +178,7 @@ def keys_travel(
         share = loads.waiting / np.maximum(loads.total, 1.0)
         copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
         busy, finished = loads.total * rate + copying, loads.total * rate + copying + each
-        # # Gradients of remote keys are sent after the attention to them. Then come the queries without remote keys, if
+        # Gradients of remote keys are sent after the attention to them. Then come the queries without remote keys, if
         # they attend apart.
         first = np.where(share > FEW_QUERIES, loads.total, loads.waiting)
         finished = finished + _waited(first, loads.total - first) * backward

@@ -85,7 +85,7 @@ def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local
     """The tensors of a stage, `[B, H, slots, D]` each, once they have arrived; unused slots are 0. `local`: this rank's
     tensors.
     """
-    # # The gradients of local tensors do not go this way: see `Transfers.kept`.
+    # The gradients of local tensors do not go this way: see `Transfers.kept`.
     held = [x.detach() for x in local]
     return list(_Arrive.apply(transfers, stage, held, *pending))  # type: ignore[no-untyped-call]
 

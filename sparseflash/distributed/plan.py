@@ -54,7 +54,7 @@ class ShardPlan:
     stages: int | None = None
     transport: TransportName = "auto"
     sent: Sent = field(default_factory=Sent)
-    # # Not emptied by `clear_caches`: all ranks must remember the same calls.
+    # Not emptied by `clear_caches`: all ranks must remember the same calls.
     agreed: dict[object, None] = field(default_factory=dict, repr=False)
     _made: BoundedDict = field(default_factory=lambda: BoundedDict(_KINDS_OF_CALLS), repr=False)
 

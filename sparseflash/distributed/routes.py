@@ -1,4 +1,4 @@
-"""Which rank needs which key blocks from which rank, computed from a mask and its shards alike on every rank."""
+"""The key blocks that each rank needs from each other rank, computed from a mask and its shards alike on every rank."""
 
 from __future__ import annotations
 

@@ -50,14 +50,12 @@ def shard(
             by `explain`'s model.
         stages: the number of exchanges, 1 to 4, in which keys travel while attention to the keys at hand runs; 0:
             attention begins when all keys have arrived, without a merge; None: chosen by the model. Queries and heads
-            do
-            not travel in stages.
+            do not travel in stages.
         transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
             the other ranks' memory, beside attention, for GPUs of one host that can read each other's memory;
             `"auto"`: peer where possible. For `"peer"`, every GPU keeps a buffer for each group, as large as the
-            largest
-            sender has needed; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`, and so do
-            heads that travel.
+            largest sender has needed; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`, and
+            so do heads that travel.
 
     Raises ValueError for fewer blocks than ranks, a DeviceMesh of several dimensions, heads with copies between peers,
     stages of queries or heads, and `like` of other lengths, other ranks or a chunk that the mask's blocks do not

@@ -29,7 +29,7 @@ class _Transports:
         self.peer_copies = None if self.refused else peer_copies(group, device)
 
 
-# # An entry, and its buffer, ends with its group. `clear_caches` leaves it, because ranks must make and leave buffers
+# An entry, and its buffer, ends with its group. `clear_caches` leaves it, because ranks must make and leave buffers
 # together.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Transports]] = weakref.WeakKeyDictionary()
 

@@ -14,7 +14,7 @@ from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 
-# # Functions of places in a call that call functions of positions, kept so that each is recorded once and not at every
+# Functions of places in a call that call functions of positions, kept so that each is recorded once and not at every
 # step.
 _placed = BoundedDict(32)
 
