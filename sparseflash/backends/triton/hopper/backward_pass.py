@@ -19,7 +19,7 @@ from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
 from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
+from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for, used_of
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.learned import HopperCall
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
@@ -105,9 +105,11 @@ class BackwardLayout:
         described["rows_desc"] = described_rows(rows, [2, config.rows])
         width = WIDTH.value
         described["acc_desc"] = described_rows(acc, [config.rows * config.dim // width, width], (-1, width))
+        (used, rest), (v_used, v_rest) = (used_of(x, config.dim) for x in (dim, v_dim))
         constants = {
-            "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
-            "REGISTERS": config.registers, "CHANGES": self.changed.constant,
+            "D": config.dim, "USED": used, "REST": rest, "V_USED": v_used, "V_REST": v_rest, "ROWS": config.rows,
+            "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "REGISTERS": config.registers,
+            "CHANGES": self.changed.constant,
         }  # fmt: skip
         described |= self.changed.described
         launch = launch_of(
@@ -120,7 +122,7 @@ class BackwardLayout:
             registers=config.start_registers, resident=True,
         )  # fmt: skip
         self.main = [launch]
-        self.part = BLOCK[1] * 2 * config.dim
+        self.part, self.has_gaps = BLOCK[1] * 2 * config.dim, used + rest + v_used + v_rest < 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
 

@@ -196,8 +196,12 @@ class Limits(NamedTuple):
     1.11 to 3.24 (1.19 to 2.85).
 
     Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries
-    of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 with 128. Their backward 0.07 to 0.48: many additions wait
-    for one another.
+    of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 and 1.44 with 128; 16 queries of 65,536 keys 1.86 with 32
+    heads; 64 queries 1.17 with 32 and 1.98 with 128; 77 queries of 4,096 keys 1.93 with 1,024; 200 queries of 16,384
+    keys 0.65 with 16. Their backward 0.06 to 0.48: many additions wait for one another.
+
+    Other head dims, 8 and 64 heads of 512 tokens, causal and dense. Forward: 80 0.93 to 1.14, 192/128 1.10 to 1.40, 256
+    1.01 to 1.24. Backward: 80 0.99 to 1.14, 192/128 1.24 to 2.76, 256 0.91 to 1.86.
 
     Many heads, on an H200, D=64: 1,024 heads of 512 tokens forward 1.08, backward 1.12; 512 of 1,024, causal, forward
     1.20. The limits follow these, because with few heads so short calls take less time than the host needs to launch
@@ -216,10 +220,11 @@ class Limits(NamedTuple):
     backward_queries: int = 512
     most_keys: int = 5120  # of a query, for the forward at D=64
     most_keys_a_query: int = 4  # for each query; beyond this the portable backward wins, and the forward
-    few_queries: int = 128  # below this number
+    few_queries: int = 16  # of many keys: below this number
+    few_queries_other: int = 128  # the same at head dims without a configuration of their own
     forward_dim: int = 64  # the least of D and Dv
     backward_dim: int = 32
-    forward_queries_other: int = 1024  # at head dims without a configuration of their own
+    forward_queries_other: int = 512  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
 
@@ -367,3 +372,13 @@ def backward_config_for(head_dim: int, value_dim: int = 0) -> BackwardConfig:
     (128, 64)
     """
     return _BACKWARD[max(32, padded(max(head_dim, value_dim)))]
+
+
+def used_of(dim: int, of_tiles: int) -> tuple[int, int]:
+    """The channels that the backward multiplies, of tiles with this many, in one or two pieces: at least 64, because a
+    swizzled row of shared memory has 64.
+
+    >>> [used_of(dim, 128) for dim in (40, 80, 96, 128)], used_of(32, 32)
+    ([(64, 0), (64, 16), (64, 32), (128, 0)], (32, 0))
+    """
+    return pieces_of(max(dim, 64)) if of_tiles > 64 else (of_tiles, 0)

@@ -152,7 +152,8 @@ def yields(request: Request) -> str | None:
         return "the portable backward skips what lies past the lengths"
     # A mask makes rows differ in length.
     many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len
-    cuts = not backward and not request.dynamic and q_len >= LIMITS.few_queries
+    few = LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
+    cuts = not backward and not request.dynamic and q_len >= few
     if many_keys and not cuts and k_len > q_len * LIMITS.most_keys_a_query:
         return (
             f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "

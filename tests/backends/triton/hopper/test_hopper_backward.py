@@ -149,12 +149,16 @@ HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stage
 
 
 PAIRS = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
-CASES = [{}, {"changes": Scores((scores.bias(PAIRS),))}]
+CASES = [
+    partial(run, some_problem(), **HOW),
+    partial(run, some_problem(), **HOW, changes=Scores((scores.bias(PAIRS),))),
+    partial(run, some_problem(dim=80, v_dim=80), **HOW),
+]
 
 
 @pytest.fixture(scope="module")
 def right():
-    return [run(some_problem(), **HOW, **case) for case in CASES]
+    return [case() for case in CASES]
 
 
 # Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers for dP
@@ -184,7 +188,7 @@ def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(cha
 
 @pytest.mark.parametrize("line", synchronising_lines(backward_module))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
-    changed = [partial(run, some_problem(), **HOW, **case, change_backward=without(line)) for case in CASES]
+    changed = [partial(case, change_backward=without(line)) for case in CASES]
     assert_noticed(list(zip(changed, right, strict=True)), [{"seed": seed} for seed in range(20)])
 
 
