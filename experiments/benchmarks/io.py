@@ -14,14 +14,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen, passes
 from experiments.training.layers.attention import ElementMask, standard_attention
 from sparseflash import BlockMask, attention, masks
 from sparseflash.analysis import bytes_moved, flops
@@ -68,38 +68,22 @@ def every_density(case: Case) -> list[Case]:
     return first + [replace(case, kind=BUTTERFLY, factors=factors) for factors in range(most, -1, -1)]
 
 
-@dataclass(frozen=True)
-class Calls:
-    forward: Callable[[], Tensor]
-    both: Callable[[], tuple[Tensor, ...]]
-
-
-def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
+def calls_of(case: Case, device: torch.device, seed: int = 0) -> dict[str, Callable[[], Any]]:
+    """`forward`: the output. `both`: the gradients of q, k and v."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.numbers) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    mask = case.mask().to(device) if case.kind not in (STANDARD, DENSE) else None
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if case.kind == STANDARD:
-            return standard_attention(q, k, v, ElementMask(None))
-        return attention(q, k, v, mask)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return run(*inputs)
-
-    def both() -> tuple[Tensor, ...]:
-        out = run(*inputs)
-        return out.detach(), *torch.autograd.grad(out, inputs, dout)
-
-    return Calls(forward, both)
+    if case.kind == STANDARD:
+        return passes(partial(standard_attention, *inputs, ElementMask(None)), inputs, dout)
+    mask = case.mask().to(device) if case.kind != DENSE else None
+    return passes(partial(attention, *inputs, mask), inputs, dout)
 
 
 def largest_difference(case: Case, device: torch.device) -> float:
     """Between standard attention and ours dense, relative to the largest value."""
-    standard, ours = (calls_of(replace(case, kind=kind, factors=None), device).both() for kind in (STANDARD, DENSE))
+    both = [calls_of(replace(case, kind=kind, factors=None), device) for kind in (STANDARD, DENSE)]
+    standard, ours = ((each["forward"](), *each["both"]()) for each in both)
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))
 
 
@@ -179,7 +163,7 @@ class Counted:
     l2: float
 
 
-def counted(case: Case, passes: str) -> Counted:
+def counted(case: Case, which: str) -> Counted:
     """Raises NoCountersError if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
@@ -190,7 +174,7 @@ def counted(case: Case, passes: str) -> Counted:
             tool, "--profile-from-start", "off", "--target-processes", "all", "--cache-control", "none",
             "--clock-control", "none", "--metrics", ",".join((_READ, _WRITTEN, _FROM_L2, _TO_L2)), "--csv",
             "--page", "raw", "--print-units", "base", "--log-file", str(log),
-            sys.executable, "-m", "experiments.benchmarks.io", "one", passes, json.dumps(asdict(case)),
+            sys.executable, "-m", "experiments.benchmarks.io", "one", which, json.dumps(asdict(case)),
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
@@ -275,9 +259,9 @@ def measure(bench: Bench, name: str, shape: Case, counters: bool) -> None:
 
 
 @app.command(hidden=True)
-def one(passes: str, case: str) -> None:
+def one(which: str, case: str) -> None:
     """Runs one case, so that ncu sees its kernels and no others."""
-    call = getattr(calls_of(Case(**json.loads(case)), torch.device("cuda")), passes)
+    call = calls_of(Case(**json.loads(case)), torch.device("cuda"))[which]
     for _ in range(2):
         call()  # compiles and plans
     torch.cuda.synchronize()
@@ -288,18 +272,11 @@ def one(passes: str, case: str) -> None:
 
 
 def way_of(case: Case, which: str, device: torch.device) -> Way:
-    """Inputs are made in the first call."""
-    made: list[Callable[[], object]] = []
-
-    def call() -> None:
-        if not made:
-            made.append(getattr(calls_of(case, device), which))
-        made[0]()
-
+    made = cache(lambda: calls_of(case, device)[which])  # in the first call, whose failure is recorded
     found = cost(case)
     flops = found.flops if which == "both" else found.forward_flops
     # Standard attention may run out of memory.
-    return Way(call, settings={"flops": flops, "live": case.mask().density}, peer=True)
+    return Way(lambda: made()(), settings={"flops": flops, "live": case.mask().density}, peer=True)
 
 
 def count(bench: Bench, path: str, case: Case, *, counters: bool) -> None:

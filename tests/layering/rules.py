@@ -137,8 +137,8 @@ _EXPERIMENTS = {
     "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
-    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
-    "training BACKENDS PUBLIC",
+    "benchmarks/tune.py": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed training BACKENDS "
+    "PUBLIC",
 }
 
 

@@ -9,8 +9,9 @@ from unittest import mock
 import torch
 from triton.runtime import driver
 
+from experiments.benchmarks.compile.changes import change
 from experiments.benchmarks.compile.without_gpu import NoDevice
-from sparseflash import BlockMask, clear_caches, masks, scores
+from sparseflash import BlockMask, clear_caches, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.hopper import cuts, passes, plan
 from sparseflash.backends.triton.prepared_call import setting_of
@@ -66,21 +67,7 @@ def compiled(
 
 
 def _changes(features: Sequence[str], mask: BlockMask, dtype: torch.dtype) -> Scores | None:
-    kinds = [kind for kind in KINDS if kind in features]
-    if not kinds:
-        return None
-    heads = torch.ones(2)
-    made: dict[str, Any] = {
-        "softcap": lambda: scores.softcap(30.0), "alibi": lambda: scores.alibi(heads),
-        "log": lambda: scores.log_decay(heads), "sink": lambda: scores.sink(heads),
-        "table": lambda: scores.relative(torch.ones(2, 32), scores.t5_buckets()),
-        "key_bias": lambda: scores.key_bias(torch.ones(1, 2, TOKENS)),
-        "bias": lambda: scores.bias(torch.ones(1, 2, TOKENS, TOKENS, dtype=dtype)),
-        "tile_bias": lambda: scores.tile_bias(
-            torch.ones(1, 2, len(mask.indices), mask.block_q, mask.block_k, dtype=dtype), mask
-        ),
-    }  # fmt: skip
-    changes = Scores(())
-    for kind in kinds:
-        changes = changes + made[kind]()
-    return changes
+    found = Scores(())
+    for kind in (kind for kind in KINDS if kind in features):
+        found = found + change(kind, mask, 2, dtype)
+    return found if found.changes else None
