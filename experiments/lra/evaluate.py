@@ -92,7 +92,7 @@ def evaluate(
         "mask": config.mask,
         "attention": config.attention,
         "objective": config.objective,
-        "pixel_labels": about["cost"].get("pixel_labels", False),
+        "token_labels": about["cost"].get("token_labels", False),
         "test_examples": len(right),
         "test_accuracy": accuracy,
         "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # the standard error

@@ -97,7 +97,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 def supervision(metrics: dict[str, Any]) -> str:
     """Labels beside the answers, as part of a title."""
-    return ", pixel labels in training" if metrics.get("pixel_labels") else ""
+    return ", pixel labels in training" if metrics.get("token_labels") else ""
 
 
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:

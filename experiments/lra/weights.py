@@ -27,7 +27,7 @@ _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
 }
-_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")
+_COSTS = ("objective", "steps", "tested_step", "seconds", "token_labels")
 _HEADS = ("head.", "namer.", "tracer.")
 
 

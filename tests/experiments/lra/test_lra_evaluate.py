@@ -118,7 +118,7 @@ def test_paths_are_told_by_the_distance_of_their_markers(images, tmp_path):
     made = Run(CONFIG, load("pathfinder32", images), tmp_path / "run")
     metrics = made.train()
     found, output = evaluated(made, "--data", images)
-    assert found["test_accuracy"] == pytest.approx(metrics["test_accuracy"]) and found["pixel_labels"]
+    assert found["test_accuracy"] == pytest.approx(metrics["test_accuracy"]) and found["token_labels"]
     check_groups(found)
     assert "by marker distance" in output and "distance and end dashes" in output
     kinds = load("pathfinder32", images).kinds()
