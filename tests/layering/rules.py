@@ -127,6 +127,7 @@ _EXPERIMENTS = {
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
     "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/backends/reference.py PUBLIC",
+    "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
