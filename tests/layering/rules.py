@@ -130,7 +130,7 @@ _EXPERIMENTS = {
     "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
