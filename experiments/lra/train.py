@@ -195,7 +195,8 @@ class Run(Trainer[Batch]):
         }
         seen = [*((self.before or {}).get("seen") or ()), self.fingerprint]
         with self._tested():
-            weights.save(self.folder / weights.FILE, self.model, self.config, cost, seen)
+            accuracy = self.log.of_kind("test")[-1]["accuracy"]
+            weights.save(self.folder / weights.FILE, self.model, self.config, cost, seen, accuracy)
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
         return metrics
