@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.lra.token_labels import labels_of
 from experiments.lra.weights import FILE
 
 
@@ -99,7 +100,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 def supervision(metrics: dict[str, Any]) -> str:
     """Labels beside the answers, as part of a title."""
-    return ", pixel labels in training" if metrics.get("token_labels") else ""
+    return f", {labels_of(metrics['task'])} in training" if metrics.get("token_labels") else ""
 
 
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:

@@ -18,6 +18,15 @@ from experiments.lra.tasks.task import Data
 from experiments.training.steps import NO_LABEL
 
 
+def labels_of(task: str) -> str:
+    """What a task's labels of tokens are.
+
+    >>> labels_of("listops"), labels_of("pathfinder32")
+    ('values of expressions', 'pixel labels')
+    """
+    return "values of expressions" if task == "listops" else "pixel labels"
+
+
 class TokenLabelClassifier(Classifier):
     """A classifier with a second head, which predicts every token's class during training."""
 

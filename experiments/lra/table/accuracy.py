@@ -15,6 +15,7 @@ from typing import Any
 from experiments.lra.config import DEFAULTS, GENERATOR, VALIDATION
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Options
+from experiments.lra.token_labels import labels_of
 from experiments.training.reading import read_json, reading
 from experiments.training.run_log import read
 
@@ -209,11 +210,6 @@ def helps(config: dict[str, Any]) -> str:
         "averaged weights": config.get("average", 0) > 0,
     }
     return ", ".join(name for name, holds in parts.items() if holds) or "none"
-
-
-def labels_of(task: str) -> str:
-    """What a task's labels of tokens are."""
-    return "values of expressions" if task == "listops" else "pixel labels"
 
 
 def described(initial: dict[str, Any] | None, origin: str = "") -> str:

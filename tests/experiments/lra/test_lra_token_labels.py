@@ -16,6 +16,7 @@ from experiments.lra.losses import forward, losses
 from experiments.lra.model.build import build_model, build_optimizer
 from experiments.lra.report import print_result
 from experiments.lra.scoring import score
+from experiments.lra.table.accuracy import collect
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.token_labels import token_labels_of
 from experiments.lra.train import Run
@@ -210,7 +211,13 @@ def test_listops_labels_are_the_values_of_all_expressions(tmp_path):
     assert (batch.token_labels[:, 0] == NO_LABEL).all()
     assert batch.token_labels[:, 1].tolist() == batch.labels.tolist()  # the first operator's value is the answer
     run = Run(replace(TINY, auxiliary=1.0, steps=2), data, tmp_path / "run")
-    assert run.train()["token_labels"] and run.log.of_kind("train")[-1]["auxiliary"] > 0
+    metrics = run.train()
+    assert metrics["token_labels"] and run.log.of_kind("train")[-1]["auxiliary"] > 0
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_result(console, metrics, tmp_path)
+    assert "values of expressions in training" in console.export_text()
+    (found,) = collect(tmp_path / "run")
+    assert found.helps == "values of expressions in training, averaged weights"
 
 
 @pytest.mark.gpu
