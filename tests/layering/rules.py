@@ -130,8 +130,10 @@ _EXPERIMENTS = {
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
     "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
