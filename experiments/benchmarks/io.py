@@ -136,9 +136,9 @@ def kernels_of(case: Case, capability: tuple[int, int] | None) -> Kernels:
     assert found.forward is not None and found.backward is not None
     tiles = {each.kernel: each for each in found.kernels}
     fused = tiles.get("dk, dv and dq")
-    held = fused.block_n if fused is not None else tiles["dk_dv"].block_n
+    of_keys = fused or next(each for name, each in tiles.items() if name not in ("forward", "dq"))
     names = str(found.forward.family), str(found.backward.family)
-    return Kernels(*names, tiles["forward"].block_m, held, fused is not None)
+    return Kernels(*names, tiles["forward"].block_m, of_keys.block_n, fused is not None)
 
 
 def cost(case: Case, kernels: Kernels | None = None) -> Cost:

@@ -120,8 +120,9 @@ _EXPERIMENTS = {
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     # The benchmarks of one file.
-    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py training/layers PUBLIC",
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
