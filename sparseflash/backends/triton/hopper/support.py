@@ -9,6 +9,7 @@ import torch
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
+from sparseflash.backends.triton.hopper.choices import has_few_queries
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     LIMITS,
@@ -19,7 +20,6 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
-from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -158,11 +158,7 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    # A mask makes rows differ in length.
-    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len
-    few = LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
-    cuts = not backward and not request.dynamic and q_len >= few
-    if many_keys and not cuts and k_len > q_len * LIMITS.most_keys_a_query:
+    if has_few_queries(request.tokens, request.keys) and not _takes_few_queries(request):
         return (
             f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
             f"{k_len:,} keys"
@@ -204,6 +200,18 @@ def _not_measured(request: Request) -> str | None:
     if max(request.dims) > WIDEST_BACKWARD and (others := [kind for kind in request.changes if kind != "sink"]):
         return f"with {_named(others, logarithmic=request.logarithmic)}"
     return None
+
+
+def _takes_few_queries(request: Request) -> bool:
+    """Whether these kernels are chosen for few queries of many keys."""
+    q_len = request.tokens[0]
+    if request.dynamic:
+        return False
+    if not request.backward:
+        return q_len >= (LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other)
+    is_plain = {"sink"}.issuperset(request.changes)
+    items = request.heads * -(-q_len // BLOCK[0])  # of the kernel for dq
+    return is_plain and min(request.dims) >= LIMITS.few_queries_dim and items >= LIMITS.few_queries_items
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:

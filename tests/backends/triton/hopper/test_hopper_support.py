@@ -181,6 +181,14 @@ def test_few_queries_of_many_keys_are_served_in_the_forward():
         assert support.yields(asked._replace(dynamic=True)) == said
 
 
+def test_the_backward_of_few_queries_is_theirs_where_they_fill_the_gpu():
+    asked = HALF._replace(dims=(128, 128), tokens=(1024, 65_536), keys=65_536.0, backward=True, heads=16)
+    said = "the portable kernels split the keys of few queries over more programs; got 1,024 queries and 65,536 keys"
+    assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
+    for change in ({"heads": 14}, {"dims": (64, 64)}, {"changes": ("softcap",)}, {"dynamic": True}):
+        assert support.yields(asked._replace(**change)) == said
+
+
 def test_explain_says_what_they_walk():
     q = torch.empty(2, 4, 1000, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.causal(1000, block=128)
