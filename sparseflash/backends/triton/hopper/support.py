@@ -53,18 +53,13 @@ def refuses(request: Request) -> str | None:
             f"they support only {_named(_AT_ALL_DIMS)} at head dims other than 64, 96 and 128, and where D and Dv "
             f"differ; got {_named(others)} at D = {dim} and Dv = {v_dim}"
         )
-    if request.backward and max(request.dims) > WIDEST_BACKWARD:
-        if others := [kind for kind in request.changes if kind != "sink"]:
-            found = _named(others, logarithmic=request.logarithmic)
-            return (
-                f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
-                f"Dv = {v_dim}"
-            )
-        if request.dynamic:
-            return (
-                f"their backward takes no mask that is made at every step above head dim {WIDEST_BACKWARD}; got "
-                f"D = {dim} and Dv = {v_dim}"
-            )
+    is_wide = request.backward and max(request.dims) > WIDEST_BACKWARD
+    if is_wide and (others := [kind for kind in request.changes if kind != "sink"]):
+        found = _named(others, logarithmic=request.logarithmic)
+        return (
+            f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
+            f"Dv = {v_dim}"
+        )
     if unknown := [kind for kind in request.learned if kind not in _LEARNED]:
         return f"they compute gradients for the tensors of {_named(_LEARNED)}; got {_named(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):

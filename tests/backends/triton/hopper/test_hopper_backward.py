@@ -111,7 +111,10 @@ def test_the_bits_depend_on_no_interleaving_in_tiles_of_64(seed, dim, programs, 
 
 
 @settings(max_examples=settings().max_examples // 2)
-@given(drawn(most_tokens=300, blocks=(128,)), SEEDS, SEEDS, st.integers(1, 16))
+@given(
+    drawn(most_tokens=300, blocks=(128,), head_dims=(64, 80, 96, 128, 192), value_dims=(64, 256)), SEEDS, SEEDS,
+    st.integers(1, 16),
+)  # fmt: skip
 def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs):
     problem = replace(problem, recipe=Loosened(problem.recipe, of_arrays))
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed))

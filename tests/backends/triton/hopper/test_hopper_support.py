@@ -37,8 +37,6 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
         ("they take head dims that are multiples of 8 up to 256; got D = 64 and Dv = 264", {"dims": (64, 264)}),
         ("their backward supports only a sink above head dim 128; got softcap at D = 256 and Dv = 256",
          {"dims": (256, 256), "backward": True, "changes": ("softcap", "sink")}),
-        ("their backward takes no mask that is made at every step above head dim 128; got D = 192 and Dv = 128",
-         {"dims": (192, 128), "backward": True, "dynamic": True}),
         ("they support only softcap, alibi, log_decay, sink at head dims other than 64, 96 and 128, and where D and Dv "
          "differ; got key_bias at D = 80 and Dv = 80", {"dims": (80, 80), "changes": ("key_bias", "sink")}),
         ("they have no dropout", {"dropout": True}),
