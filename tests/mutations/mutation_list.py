@@ -144,22 +144,29 @@ MUTATIONS = [
     Mutation(
         "decode: a prepared call serves any scale",
         "sparseflash/decode.py",
-        "return *layouts, *numbers, scale\n",
-        "return *layouts, *numbers\n",
+        "table is None, *numbers, scale\n",
+        "table is None, *numbers\n",
         "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
     ),
     Mutation(
         "decode: a prepared call serves any number of splits",
         "sparseflash/decode.py",
-        "return *layouts, *numbers, scale\n",
-        "return *layouts, *numbers[:3], scale\n",
+        "table is None, *numbers, scale\n",
+        "table is None, *numbers[:3], scale\n",
         "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
     ),
     Mutation(
         "decode: a table with gaps is read as it is",
         "sparseflash/decode.py",
-        "not (tensors[5] is None or tensors[5].is_contiguous())",
+        "not (table is None or table.is_contiguous())",
         "False",
+        "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
+    ),
+    Mutation(
+        "decode: starts may be laid out as a table",
+        "sparseflash/decode.py",
+        "layouts, tensors[4] is None, table is None, ",
+        "layouts, ",
         "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
     ),
     Mutation(
@@ -168,6 +175,13 @@ MUTATIONS = [
         "if scale < 0:\n",
         "if False:\n",
         "tests/test_decode.py::test_a_negative_scale_is_that_of_negative_queries",
+    ),
+    Mutation(
+        "equal masks: heads and batch elements are told apart",
+        "sparseflash/blockmask/methods/conversion.py",
+        "(device, *whole._numbers(), whole.pattern.shape, *contents)",
+        "(device, *whole._numbers(), *contents)",
+        "tests/blockmask/test_shared_masks.py::test_arrays_of_the_same_bytes_are_not_taken_for_the_same_mask",
     ),
     Mutation(
         "varlen: running sums are read once, whatever is written",
@@ -263,9 +277,9 @@ MUTATIONS = [
     ),
     Mutation(
         "launches: one prepared for any dropout",
-        "sparseflash/backends/triton/call_keys.py",
-        "*setting[1:], problem.scale, problem.dropped, problem.kernels, tensors[0].dtype",
-        "*setting[1:], problem.scale, problem.kernels, tensors[0].dtype",
+        "sparseflash/backends/triton/prepared_call.py",
+        "*setting[1:], problem.scale, problem.dropped, problem.kernels, q.dtype",
+        "*setting[1:], problem.scale, problem.kernels, q.dtype",
         "tests/backends/triton/test_call_cache.py::test_launches_that_differ_in_anything_have_keys_of_their_own",
     ),
     Mutation(
