@@ -1,7 +1,6 @@
 """Functions of single scores as data: a list of elementwise operations. Kernels are made from it.
 
-An expression is a list of nodes, each computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds
-the nodes of its derivatives.
+Each node of the list is computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds nodes.
 """
 
 from __future__ import annotations
@@ -158,8 +157,8 @@ def _folded(op: str, values: Sequence[float | int | bool], kind: Kind) -> float 
 def derivatives(made: Expression, output: int, of: Sequence[int]) -> list[int]:
     """Nodes with the derivatives of `output`, of kind float, by the nodes `of`, each taken as independent.
 
-    The chain rule is applied from the output back. At a kink the derivative is PyTorch's, but a `minimum` or `maximum`
-    of equal numbers gives its gradient to the first.
+    At a kink the derivative is PyTorch's, but a `minimum` or `maximum` of equal numbers gives its gradient to the
+    first.
     """
     gradients: dict[int, int] = {output: made.number(1.0)}
     relevant = set(of)

@@ -6,6 +6,8 @@ A step takes ROWS queries. Two warpgroups together hold dk and dv of the keys in
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. The accumulators of S and dP start as -lse and -delta, so these take no registers of their own.
+Head dims between 64 and 128 have tiles of 128 channels. S and dP leave out channels that hold zeros (`plus_products`).
+
 One warp loads. Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits
 until its addition is visible, the other sends.
 
@@ -256,6 +258,24 @@ def in_registers(x):
 
 
 @gluon.jit
+def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr):
+    """acc + x y over the first USED + REST channels, in flight. The other channels hold zeros. acc counts if `use_acc`.
+
+    A piece begins at a multiple of 64 channels, where a swizzled tile has a new row of shared memory.
+    """
+    if x_s.shape[1] == USED:
+        acc = warpgroup_mma(x_s, y_s, acc, use_acc=use_acc, is_async=True)
+    else:
+        acc = warpgroup_mma(
+            x_s.slice(0, USED, dim=1), y_s.slice(0, USED, dim=0), acc, use_acc=use_acc, is_async=True
+        )  # fmt: skip
+        if REST > 0:
+            x_s, y_s = x_s.slice(USED, REST, dim=1), y_s.slice(USED, REST, dim=0)
+            acc = warpgroup_mma(x_s, y_s, accumulator(acc), is_async=True)
+    return acc
+
+
+@gluon.jit
 def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
     """dq [ROWS, D] in its order in shared memory and in chains: each thread's numbers in groups of four, the groups of
     a warp's threads one after another. `rows.in_rows` undoes it.
@@ -272,12 +292,17 @@ def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(x, which, target_s, full, empty, parities):
-    """Waits for a sender's buffer and gives it a tile. Bit `which` of `parities`: whether this sender has received an
-    odd number of tiles before.
+def hand_over(x, rest, which, target_s, full, empty, parities, REST: gl.constexpr):
+    """Waits for a sender's buffer and gives it a tile: x and, if REST is not 0, as many more channels. Bit `which` of
+    `parities`: whether this sender has received an odd number of tiles before.
     """
     mbarrier.wait(empty.index(which), ((parities >> which) & 1) ^ 1)
-    target_s.store(x)
+    if x.shape[1] < target_s.shape[1]:
+        target_s.slice(0, x.shape[1], dim=1).store(x)
+    else:
+        target_s.store(x)
+    if REST > 0:
+        target_s.slice(x.shape[1], REST, dim=1).store(rest)
     fence_async_shared()
     mbarrier.arrive(full.index(which), count=1)
 
@@ -341,23 +366,34 @@ def weights_of(
 
 
 @gluon.jit
-def store_part(parts_ptr, part, dk, dv):
-    """Writes dk and dv of a part of an item, in fp32. From registers: one buffer of dq is too small for dk at D=128,
+def store_part(parts_ptr, part, x, IS_DV: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr):
+    """Writes channels from FIRST on of dk or dv of a part of an item, in fp32 rows of D. From
+    registers: one buffer of dq is too small for dk at D=128,
     and the senders use both.
     """
-    D: gl.constexpr = dk.shape[1]
-    LAYOUT: gl.constexpr = dk.type.layout
+    LAYOUT: gl.constexpr = x.type.layout
     key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT)), gl.int64)
-    column = gl.cast(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), gl.int64)
+    column = gl.cast(FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)), gl.int64)
     before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as in `combine_gradients_kernel`
-    gl.store(parts_ptr + ((key + before)[:, None] * D + column[None, :]), dk)
-    gl.store(parts_ptr + ((key + (before + KEYS))[:, None] * D + column[None, :]), dv)
+    if IS_DV:
+        before += KEYS
+    gl.store(parts_ptr + ((key + before)[:, None] * D + column[None, :]), x)
+
+
+@gluon.jit
+def plus_weighted(x, weights, y_s, FIRST: gl.constexpr):
+    """x + weights y over the channels of y from FIRST on that x has, in flight. weights: in registers."""
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=x.type.layout, k_width=2))
+    if x.shape[1] < y_s.shape[1]:
+        y_s = y_s.slice(FIRST, x.shape[1], dim=1)
+    return warpgroup_mma(weights, y_s, x, is_async=True)
 
 
 @gluon.jit
 def consumer(
-    reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
+    reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr,
+    REST: gl.constexpr, V_USED: gl.constexpr, V_REST: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    CHANGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes, changes_s = (
@@ -370,13 +406,21 @@ def consumer(
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, ROWS, 16])
-    KV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
+    KEY: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, USED, 16])
+    VALUE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V_USED, 16])
+    if REST > 0:
+        KEY_REST: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, REST, 16]
+        )
+    if V_REST > 0:
+        VALUE_REST: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V_REST, 16]
+        )
     # Each warpgroup computes half the rows of dq or, of 64 rows, half the columns.
     COLUMNS: gl.constexpr = 128 // ROWS
     Q: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8 // COLUMNS, COLUMNS], instr_shape=[16, D // COLUMNS, 16]
     )
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV, k_width=2)
     # The layout S of [KEYS, ROWS], seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
@@ -399,8 +443,12 @@ def consumer(
         if HAS_LENGTHS:
             lengths_ptr, lengths_stride = lengths
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
-        dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
-        dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
+        dk = gl.zeros([KEYS, USED], gl.float32, layout=KEY)
+        dv = gl.zeros([KEYS, V_USED], gl.float32, layout=VALUE)
+        if REST > 0:
+            dk_rest = gl.zeros([KEYS, REST], gl.float32, layout=KEY_REST)
+        if V_REST > 0:
+            dv_rest = gl.zeros([KEYS, V_REST], gl.float32, layout=VALUE_REST)
         sums, member, place = no_sums, 0, 0
         if CHANGES.HAVE_SUMS:
             place = place_of_sums(item, number, first_k, gl.cdiv(q_len + offset, KEYS), HAS_PARTS)
@@ -426,19 +474,21 @@ def consumer(
                 s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             q = q_s.index(q_stage).permute((1, 0))
-            s = warpgroup_mma(k_s, q, s, use_acc=not CHANGES.HAVE_DERIVATIVES, is_async=True)
+            s = plus_products(k_s, q, s, not CHANGES.HAVE_DERIVATIVES, USED, REST)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-            dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
-            s = local_mma_wait(s, 1)
+            dp = plus_products(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, True, V_USED, V_REST)
+            s = local_mma_wait(s, 1 if V_REST == 0 else 2)
             mask = words_ptr, tile, i % STEPS * ROWS, k_left
             p, s, of_tiles = weights_of(
                 CHANGES, changes, changes_s, s, rows, of_tiles, of_step, is_partial, mask, qk_scale, ROWS, HAS_LENGTHS,
                 BITS,
             )  # fmt: skip
-            weights = gl.convert_layout(p.to(dtype), OPERAND)
+            weights = p.to(dtype)
             p = times_derivatives(CHANGES, changes, p, s, of_tiles)
-            dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
-            dp = local_mma_wait(dp, 1)
+            dv = plus_weighted(dv, weights, dout_s.index(dout_stage), 0)
+            if V_REST > 0:
+                dv_rest = plus_weighted(dv_rest, weights, dout_s.index(dout_stage), V_USED)
+            dp = local_mma_wait(dp, 1 if V_REST == 0 else 2)
             ds = p * dp
             sums = plus_gradients(CHANGES, changes, sums, ds, of_tiles)
             half_ds = ds.to(dtype)
@@ -453,18 +503,23 @@ def consumer(
                 ds_s.store(half_ds)
                 fence_async_shared()
                 ds_by_row = ds_s.permute((1, 0))
-            ds = gl.convert_layout(half_ds, OPERAND)
             dq = warpgroup_mma(ds_by_row, k_s, no_dq, use_acc=False, is_async=True)
-            dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
-            dq, dv = local_mma_wait(dq, 1), accumulator(dv)
+            dk = plus_weighted(dk, half_ds, q_s.index(q_stage), 0)
+            if REST > 0:
+                dk_rest = plus_weighted(dk_rest, half_ds, q_s.index(q_stage), USED)
+            dq, dv = local_mma_wait(dq, 1 if REST == 0 else 2), accumulator(dv)
+            if V_REST > 0:
+                dv_rest = accumulator(dv_rest)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS
             dq = in_thread_order(dq, ROWS, D)
-            hand_over(dq, which, dq_s.index(which), full, empty, parities)
+            hand_over(dq, dq, which, dq_s.index(which), full, empty, parities, 0)
             parities ^= 1 << which
             # After dq is handed over: other programs wait for dq, and it has left its registers.
             sums = plus_later_gradients(CHANGES, changes, sums, half_ds, of_tiles, of_step, (place, group), no_sums)
             dk = local_mma_wait(dk, 0)
+            if REST > 0:
+                dk_rest = local_mma_wait(dk_rest, 0)
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         if CHANGES.HAVE_SUMS_OF_HEADS:
@@ -472,10 +527,21 @@ def consumer(
         finish(CHANGES, changes, sums)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
-            store_part(parts_ptr, part, dk, dv)
+            store_part(parts_ptr, part, dk, False, 0, D)
+            store_part(parts_ptr, part, dv, True, 0, D)
+            if REST > 0:
+                store_part(parts_ptr, part, dk_rest, False, USED, D)
+            if V_REST > 0:
+                store_part(parts_ptr, part, dv_rest, True, V_USED, D)
         else:
-            hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, parities)
-            hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, parities)
+            half_dv, half_dk = dv.to(dtype), (dk * scale).to(dtype)
+            half_dv_rest, half_dk_rest = half_dv, half_dk
+            if V_REST > 0:
+                half_dv_rest = dv_rest.to(dtype)
+            if REST > 0:
+                half_dk_rest = (dk_rest * scale).to(dtype)
+            hand_over(half_dv, half_dv_rest, 0, out_s.index(0), full, empty, parities, V_REST)
+            hand_over(half_dk, half_dk_rest, 1, out_s.index(ROWS // 64), full, empty, parities, REST)
             parities ^= (1 << SENDERS) - 1
     if CHANGES.STORES_GRADIENTS:
         tma.store_wait(0)
@@ -508,7 +574,9 @@ def backward_kernel(
     # descriptor of the gradients of scores, written for live tiles; or None.
     learned, learned_desc,
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: integers of all score modifications, concatenated
-    D: gl.constexpr,
+    D: gl.constexpr,  # of tiles
+    USED: gl.constexpr, REST: gl.constexpr,  # channels of queries and keys that may not be 0, in two pieces
+    V_USED: gl.constexpr, V_REST: gl.constexpr,  # the same of values
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
@@ -565,11 +633,16 @@ def backward_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+            (
+                consumer,
+                (
+                    reads, ROWS, Q_STAGES, DOUT_STAGES, D, USED, REST, V_USED, V_REST, HAS_LENGTHS, HAS_PARTS, CHANGES,
+                ),
+            ),
             (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),
             (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
             (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],
         [1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS],
-    )
+    )  # fmt: skip
