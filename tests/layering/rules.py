@@ -14,8 +14,8 @@ _GROUPS = {
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores table_sums",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
-    "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flash_attn_varlen "
+    "flex_attention megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -53,8 +53,8 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores selected_tokens.py "
-    "varlen.py",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/fused masks/tiling nn scores "
+    "selected_tokens.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -63,7 +63,8 @@ _LIBRARY = {
     "backends/reference.py": "blockmask scores",
     "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
-    "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
+    "scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
@@ -82,8 +83,8 @@ _LIBRARY = {
     "backends/triton/device_functions backends/triton/launch blockmask",
     "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
-    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
-    "testing",
+    "backends/triton/kernel_check.py": "attention.py backends backends/triton backends/triton/hopper "
+    "backends/triton/hopper:device blockmask scores testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
     "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",
@@ -129,14 +130,17 @@ _EXPERIMENTS = {
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
     "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
+    "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
-    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
-    "training BACKENDS PUBLIC",
+    "benchmarks/tune.py": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed training BACKENDS "
+    "PUBLIC",
 }
 
 
@@ -166,9 +170,13 @@ FACADE = "sparseflash.blockmask.mask"
 # Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
     "sparseflash/backends/triton",
+    "masks/fused/block_scores.py",
     "masks/fused/index.py",
+    "masks/fused/largest.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/select.py",
+    "masks/fused/summed_scores.py",
+    "masks/fused/tile_scores.py",
     "masks/fused/unused.py",
 )

@@ -48,11 +48,10 @@ def _rows(path: Path) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # nested too deeply
-            raise ValueError(f"{path}, line {number}: no JSON ({error}).") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: no object.")
-        if missing := [name for name in _KEPT if name not in row]:
+            missing = [name for name in _KEPT if name not in row]
+        except (ValueError, TypeError, RecursionError) as error:  # nested too deeply
+            raise ValueError(f"{path}, line {number}: no JSON object ({error}).") from error
+        if missing:
             raise ValueError(f"{path}, line {number}: no {', '.join(missing)}.")
         yield row
 

@@ -94,6 +94,13 @@ def long_rows():
     return BlockMask.from_dense(live, block=16)
 
 
+def test_more_items_than_a_program_ranks_at_a_time():
+    lengths = torch.randint(1, 5, (320,), generator=torch.Generator().manual_seed(0))
+    layout = torch.arange(5) < lengths.view(4, 80, 1)
+    assert lengths.numel() > fused.AT_ONCE
+    assert_planned_alike(made_dynamic(BlockMask.from_layout(layout, block=16), seed=0), axes=(0,))
+
+
 def test_rows_longer_than_a_program_reads_at_a_time():
     mask = made_dynamic(long_rows(), seed=0)
     assert int(mask.indptr.diff().max()) > 2 * fused.AT_ONCE
@@ -161,12 +168,14 @@ def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
+@pytest.mark.parametrize("few, sorts", [(listing._FEW, 0), (0, 1)])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_rows_and_columns_are_planned_in_three_launches_and_a_sort(axis):
+def test_rows_and_columns_are_planned_in_three_launches_and_a_sort_of_many_items(axis, few, sorts):
     mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
-    with by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
+    rule = mock.patch.object(listing, "_FEW", few)
+    with rule, by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
         plan(mask, 1, HEADS).worklist(axis, 16)
-    assert (started.call_count, seen.started) == (3, 1)
+    assert (started.call_count, seen.started) == (3, sorts)
 
 
 def test_programs_at_a_time_do_not_matter_where_nothing_is_cut():
@@ -225,7 +234,9 @@ print(*sorted({name for name, _ in compiled}), len({kernel.hash for _, kernel in
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["column_kernel", "list_kernel", "size_kernel", "work_kernel", str(1 + 1 + 4 + 2)]
+    assert done.stdout.split() == [
+        "column_kernel", "list_kernel", "rank_kernel", "size_kernel", "work_kernel", str(1 + 1 + 2 + 2 + 2)
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------------- on a GPU

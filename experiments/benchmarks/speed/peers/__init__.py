@@ -35,7 +35,7 @@ PEERS: dict[str, Peer] = {
     "reference": reference,
 }
 DEFAULT_PEERS = {
-    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa", "sparseflash-varlen"),
+    "cuda": ("flex", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa", "sparseflash-varlen"),
     "cpu": ("sdpa", "reference"),
 }
 
