@@ -158,8 +158,7 @@ def function(
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
       `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`, `detach` (but not `torch.no_grad()`), in fp32, integers in
-      64
-      bits where 32 are too few.
+      64 bits where 32 are too few.
     - entries of tensors: every dimension is indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.
