@@ -542,6 +542,10 @@ def test_calls_that_differ_in_anything_are_prepared_each(monkeypatch):
     for _ in range(2):
         found = attention_with_cache(**common | {"block_table": gaps})
         assert all(map(torch.equal, found, attention_with_cache(**common | {"block_table": table})))
+    # A call with wrong arguments is not taken for one with the same tensors as other arguments.
+    attention_with_cache(**common | {"starts": None, "block_table": table})
+    with pytest.raises(ValueError, match=r"starts must have 1 dimensions; got \[2, 1\]"):
+        attention_with_cache(**common | {"starts": table})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparseflash
 from sparseflash import BlockMask, huggingface, masks
@@ -25,6 +26,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
+VIEWS = ("aten::transpose.int", "aten::detach", "aten::alias")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 LLAMA = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)
 # Transformers 5.24 has renamed them.
@@ -567,6 +569,21 @@ def test_a_finished_mask_of_one_block_breaks_no_graph(compiles_anew):
     module = torch.nn.Module()
     got, want = (each(module, q, k, v, mask, scaling=0.25)[0] for each in (compiled, called))
     torch.testing.assert_close(got, want)
+
+
+def test_a_finished_mask_of_one_block_takes_one_operation_besides_attention():
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            called.append(function.name())
+            return function(*arguments, **(keywords or {}))
+
+    called = []
+    q, k, v = (torch.randn(2, 40, 4, 16).transpose(1, 2) for _ in range(3))
+    mask = torch.randn(2, 4, 40, 40)
+    with Recorded():
+        layer.Attention(None, 128)(torch.nn.Module(), q, k, v, mask, scaling=0.25)
+    others = [name for name in called if name not in VIEWS and not name.startswith("sparseflash::")]
+    assert others == ["aten::threshold"]
 
 
 def test_a_finished_mask_of_one_block_leaves_large_scores_alone():

@@ -27,7 +27,7 @@ from sparseflash import attention, testing
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
+from sparseflash.backends.triton.portable.fitting import held_and_streamed, results_and_scores
 
 KERNELS: tuple[Kernel, ...] = ("forward", "dk_dv", "dq")
 ARITHMETICS: tuple[Arithmetic, ...] = ("half", "tf32", "fp32")

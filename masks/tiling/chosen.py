@@ -165,6 +165,8 @@ def dynamic_mask(
 ) -> BlockMask:  # fmt: skip
     """The mask of kept tiles, with `heads = (B, H)`: `group` query heads use pattern b * H + h."""
     pattern = pattern_of(*heads, group, tile.device)
+    if not torch.compiler.is_compiling():
+        return BlockMask._chosen((frame.q_len, frame.k_len, *frame.block), indptr, indices, tile, bits, pattern)
     # Detached constants are values of the graph that torch.compile traces, so it can return a mask made of them.
     return BlockMask(
         frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), dynamic=True

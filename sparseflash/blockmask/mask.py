@@ -135,6 +135,10 @@ class BlockMask:
         # # Everything derived from the arrays is cached on the indices tensor. Masks that share indices may differ in
         # other arrays, so each mask has its own tensor object over the same memory.
         object.__setattr__(self, "indices", self.indices.detach())
+        self._made()
+
+    def _made(self) -> None:
+        """Prepares the arrays of a new mask for torch.compile and for what will be derived from them."""
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
         attach_cache(self.indices, may_wait=not self.dynamic, others=self._others())
@@ -176,6 +180,21 @@ class BlockMask:
         for name in (*_FIELDS, "words"):
             object.__setattr__(mask, name, getattr(self, name))
         object.__setattr__(mask, "lengths", lengths)
+        return mask
+
+    @classmethod
+    def _chosen(
+        cls, numbers: tuple[int, int, int, int], indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor,
+        pattern: Tensor,
+    ) -> BlockMask:  # fmt: skip
+        """A dynamic mask of arrays that obey the rules, with indices that no other mask has.
+
+        Bypasses the constructor, as `_padded` does.
+        """
+        mask = object.__new__(cls)
+        vars(mask).update(zip(_FIELDS, (*numbers, indptr, indices, tile, bits, pattern, None, True), strict=True))
+        object.__setattr__(mask, "words", mask._words())
+        mask._made()
         return mask
 
     @classmethod

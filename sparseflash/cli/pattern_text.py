@@ -122,11 +122,24 @@ def parts(text: str, separator: str) -> list[str]:
 
 
 def groups(text: str, named: Collection[str]) -> list[str]:
-    """The parts between slashes, except the slashes of paths: "dense/folder/mine.py:rule" are two.
+    """The parts between slashes, except the slashes of paths.
+
+    >>> groups("dense/folder/mine.py:rule|local/other/mine.py:rule", ["dense", "local"])
+    ['dense', 'folder/mine.py:rule|local', 'other/mine.py:rule']
 
     A path begins as early as a file of this name exists; if none does, after the last part that has a name or is an
     expression.
     """
+    found = list[str]()
+    for union in parts(text, "|"):
+        first, *others = _between_paths(union, named)
+        found[-1:] = [f"{found[-1]}|{first}" if found else first]
+        found += others
+    return found
+
+
+def _between_paths(text: str, named: Collection[str]) -> list[str]:
+    """`groups` of a text without unions."""
     found, waiting = list[str](), list[str]()
     for part in parts(text, "/"):
         waiting.append(part)

@@ -131,6 +131,10 @@ def shares_of_tiles(mask: BlockMask, counts: Integers) -> NDArray[np.float64] | 
 
 
 def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Integers]]:
+    """Names of assignments, and the rank of each chunk: every rank has as many chunks, or one less than others.
+
+    same: keys are assigned like queries.
+    """
     count = len(work.rows)
     runs = contiguous(count, ranks)
     yield "contiguous", runs

@@ -175,6 +175,17 @@ class Scores:
     def tensors(self) -> list[Tensor]:
         return [x for change in self.changes for x in change.tensors()]
 
+    def key(self) -> tuple[Any, ...]:
+        """Everything but the values of the tensors, for caches. Types are a part of it, because `prepared` replaces
+        some changes by others, whose tensors it computes.
+        """
+        key: list[Any] = []
+        for change in self.changes:
+            key += type(change), change.numbers(), getattr(change, "identity", None)
+            for x in change.tensors():
+                key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16  # kernels are compiled for alignment
+        return tuple(key)
+
     def by_kind(self, wanted: Sequence[bool]) -> dict[str, list[bool]]:
         """Flags for each of `tensors()`, such as whether it receives a gradient, by kind; False where none is given."""
         left = iter(wanted)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.varlen import running_sums
+from sparseflash.blockmask.running_sums import running_sums
 
 
 class Packing(NamedTuple):
@@ -17,13 +17,15 @@ class Packing(NamedTuple):
     >>> packing.places.tolist(), packing.firsts.tolist()
     ([0, 1, 2, 4, 5], [0, 0, 0, 0, 4, 4, 4, 4])
 
-    places: the place of each token, int64 `[N]`. firsts: the first place of the document of each place, int64 `[room]`.
-    stops: where the room of each document ends.
+    places: the place of each token, int64 `[N]`. firsts: where the document of each place begins, int64 `[room]`.
+    stops: where the room of each document ends. bounds: where the document of each place begins, and where its room
+    ends, int32 `[2, room]`.
     """
 
     places: Tensor
     firsts: Tensor
     stops: tuple[int, ...]
+    bounds: Tensor
 
     def spread(self, x: Tensor) -> Tensor:
         """`[1, N, F]` to `[1, room, F]`, zeros between the documents."""
@@ -46,7 +48,8 @@ def packing_of(cu_seqlens: Any, block: int, tokens: int, device: torch.device) -
     firsts = stops - rooms
     begins = firsts - torch.tensor(sums[:-1], device="cpu")
     places = torch.arange(tokens, device="cpu") + begins.repeat_interleave(lengths)
-    return Packing(places.to(device), firsts.repeat_interleave(rooms).to(device), tuple(stops.tolist()))
+    bounds = torch.stack([firsts, stops]).repeat_interleave(rooms, 1).to(device)
+    return Packing(places.to(device), bounds[0], tuple(stops.tolist()), bounds.to(torch.int32))
 
 
 class Frame(NamedTuple):
@@ -70,6 +73,11 @@ class Frame(NamedTuple):
     def rows(self) -> Tensor:
         """The numbers of the queries that are tokens, not room between documents."""
         return torch.arange(self.q_len, device=self.device) if self.packing is None else self.packing.places
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Where the document of each query begins and its room ends, int32 `[2, Nq]`; None without documents."""
+        return None if self.packing is None else self.packing.bounds
 
     def places(self, rows: Tensor | slice) -> Tensor:
         """The places of these queries, int64 `[rows, 1]`."""

@@ -13,6 +13,9 @@ from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, flag
 from sparseflash.blockmask.cache import BoundedDict, once
+from sparseflash.masks.documents import documents
+from sparseflash.masks.select_blocks import lists_of
+from sparseflash.masks.tiling.columns import Columns
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, plain_weight
 from sparseflash.nn.rotary import Rotation, rotate
 from sparseflash.remedies import refuse, without_others
@@ -97,6 +100,13 @@ class VideoSparseAttention(Heads):
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
+        out: Tensor = self.out(self.mix(x, q, k, v, cubes).transpose(1, 2).flatten(2))
+        return out
+
+    without_others(forward)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cubes: Cubes) -> Tensor:
+        """The attention `[B, Hq, N, D]` of queries, keys and values `[B, H, N, D]`."""
         q, k, v = (cubes.spread(y) for y in (q, k, v))
         q_mean, k_mean, v_mean = (
             y.unflatten(2, (-1, self.volume)).sum(3) / cubes.sizes.to(y.dtype)[:, None] for y in (q, k, v)
@@ -107,20 +117,15 @@ class VideoSparseAttention(Heads):
         fine = attention(q, k, v, mask, scale=self.scale, scores=padding, backend=self.backend)
         gates = self.gate(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [2, B, Hq, N, D]
         coarse = coarse.index_select(2, cubes.places // self.volume)
-        mixed = gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    without_others(forward)
+        return gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
 
     @torch.no_grad()
     def choice(self, q_mean: Tensor, k_mean: Tensor, cubes: Cubes) -> BlockMask:
         """The best cubes of each cube, of its own video, as a mask of tokens in cube order."""
-        products = (q_mean.unflatten(1, (self.kv_heads, -1)) @ k_mean.unsqueeze(2).mT).flatten(1, 2)
-        products = products.masked_fill(cubes.video[:, None] != cubes.video, -torch.inf)
-        order = products.sort(dim=-1, descending=True, stable=True).indices[..., : self.chosen]
-        index = order.masked_fill(products.gather(-1, order) == -torch.inf, -1)
-        return BlockMask.from_block_index(index, block=self.volume, q_len=len(cubes.video) * self.volume)
+        count = len(cubes.sizes)
+        of = Columns(1, 1, 1, 1, count, count, False, 0, 0)
+        index = lists_of(q_mean, k_mean, of, min(self.chosen, count), 1.0, cubes.bounds)
+        return BlockMask.from_block_index(index, block=self.volume, q_len=count * self.volume)
 
     def _cubes(self, shape: Shape | Sequence[Shape], x: Tensor) -> Cubes:
         given: list[object] = [shape] if len(shape) and not isinstance(shape[0], Sequence) else list(shape)
@@ -147,13 +152,14 @@ _REMEDIES = REMEDIES | {
 class Cubes(NamedTuple):
     """Videos in cube order, every cube with room for all its tokens.
 
-    places: of the tokens, int64 `[N]`. sizes: tokens of each cube `[cubes]`. video: the number of its video `[cubes]`.
-    padding: 0 at tokens and -inf at room `[1, 1, room]`; None if there is no room. within: each video for itself.
+    places: of the tokens, int64 `[N]`. sizes: tokens of each cube `[cubes]`. bounds: where the video of each cube
+    begins and ends, int32 `[2, cubes]`; None for one video. padding: 0 at tokens and -inf at room `[1, 1, room]`; None
+    if there is no room. within: each video for itself.
     """
 
     places: Tensor
     sizes: Tensor
-    video: Tensor
+    bounds: Tensor | None
     padding: Tensor | None
     within: BlockMask | None
 
@@ -180,16 +186,16 @@ def cubes_of(shapes: Sequence[Shape], cube: Shape, device: torch.device) -> Cube
         sizes.append(torch.bincount(number.flatten(), minlength=count))
         counts.append(count)
     place, size = torch.cat(places), torch.cat(sizes)
-    video = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), torch.tensor(counts, device="cpu"))
     padding = None
     if bool((size < volume).any()):
         padding = torch.full((1, 1, len(size) * volume), -torch.inf, device="cpu").index_fill(2, place, 0.0)
-    from sparseflash.masks import documents
-
-    mask = None if len(counts) == 1 else documents(counts).to(device)
-    return Cubes(
-        place.to(device), size.to(device), video.to(device), None if padding is None else padding.to(device), mask
-    )
+    mask = bounds = None
+    if len(counts) > 1:
+        stops = torch.tensor(counts, device="cpu").cumsum(0)
+        bounds = torch.stack([stops.roll(1).index_fill(0, torch.tensor([0]), 0), stops]).to(torch.int32)
+        bounds = bounds.repeat_interleave(torch.tensor(counts, device="cpu"), 1).to(device)
+        mask = documents(counts).to(device)
+    return Cubes(place.to(device), size.to(device), bounds, None if padding is None else padding.to(device), mask)
 
 
 def _checked_shape(shape: object, name: str) -> Shape:

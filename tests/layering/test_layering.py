@@ -71,7 +71,8 @@ def test_a_name_of_a_package_is_the_module_if_there_is_one():
 
 
 def test_every_folder_has_a_row_and_every_row_a_folder_or_file():
-    assert {path_of(module).rpartition("/")[0] for module in MODULES} == set(FOLDERS)
+    folders = {path_of(module).rpartition("/")[0] for module in MODULES}
+    assert folders == set(FOLDERS), "a new folder needs a row in tests/layering/rules.py"
     assert [row for row in MAY_IMPORT if modules_in(row) == [] and row not in FOLDERS] == []
     paths = {path_of(module) for module in MODULES}
     assert [file for files in GROUPS.values() for file in files if file not in paths] == []

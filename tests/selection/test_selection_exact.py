@@ -8,38 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import selection
-from sparseflash.selection.choice import keys_of
 from tests.selection import papers
-from tests.selection.layers import DIM, INDEXED, KINDS, PAPERS, WIDTH, example_of, filled, layers, sequence
+from tests.selection.layers import (
+    DIM,
+    INDEXED,
+    KINDS,
+    PAPERS,
+    WIDTH,
+    chosen_by,
+    example_of,
+    filled,
+    gradients,
+    layers,
+    sequence,
+)  # fmt: skip
 
 SEEDS = st.integers(0, 1000)
-
-
-def chosen_by(layer, x, **how):
-    """The output of a call, and the keys that it chose: bool `[B, Hq, N, Nk]`."""
-    found = []
-    kind = type(layer)
-    real = kind.choice
-
-    def watched(self, *args, **kwargs):
-        found.append(real(self, *args, **kwargs))
-        return found[-1]
-
-    with mock.patch.object(kind, "choice", watched):
-        out = layer(x, **how)
-    (index,) = found
-    n = index.shape[2]
-    frame = selection.frame.Frame(0, n, x.device)
-    span = getattr(layer, "block", getattr(layer, "span", 1))
-    live = keys_of(index, frame, span, torch.arange(n)) & torch.ones(n, n, dtype=torch.bool).tril()
-    return out, live.repeat_interleave(layer.num_heads // live.shape[1], 1)
-
-
-def gradients(layer, x, out, loss, pull):
-    total = (out * pull).sum() + (0.0 if loss is None else loss)
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -151,7 +151,7 @@ def test_a_failed_call_leaves_the_cache_as_it_was(monkeypatch):
         ("NativeSparseAttention", {"stride": 12}, "stride must divide block and compression, 64 and 32 tokens; got 12"),
         ("NativeSparseAttention", {"chosen": 2}, r"chosen must be at least first \+ last, 1 and 2 blocks; got 2."),
         ("NativeSparseAttention", {"window": 0}, "window must be at least 1; got 0."),
-        ("MixtureOfBlocks", {"block": 512}, "block must be a power of two from 16 to 256 tokens; got 512."),
+        ("MixtureOfBlocks", {"block": 8192}, "block must be a power of two from 16 to 4096 tokens; got 8192."),
         ("MixtureOfBlocks", {"chosen": 0}, "chosen must be at least 1; got 0."),
         ("BlockSelection", {"chosen": 1, "first": 1}, r"chosen must be at least first \+ 1, 1 and the query's own"),
         ("BlockSelection", {"teach": "all"}, "teach must be 'visible' or 'chosen'; got 'all'."),

@@ -20,7 +20,7 @@ from sparseflash.scores.change import PAIRS, Scores, Sizes
 ARCH = 90
 TOKENS = 512
 KINDS = ("softcap", "alibi", "log", "sink", "table", "key_bias", *PAIRS)
-FEATURES = ("small", "lengths", "parts", *KINDS, "learned", "dead")
+FEATURES = ("small", "spread", "lengths", "parts", *KINDS, "learned", "dead")
 
 
 def compiled(
@@ -28,13 +28,17 @@ def compiled(
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
-    features: "small": blocks of 64; "lengths"; "parts": rows of the forward and columns of the backward are split;
-    KINDS; "learned": their tensors require gradients; "dead": some tiles are.
+    features: "small": blocks of 64; "spread": every second block is dead; "lengths"; "parts": rows of the forward and
+    columns of the backward are split; KINDS; "learned": their tensors require gradients; "dead": some tiles are.
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"features must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
     q, v = (torch.empty(1, 2, TOKENS, each, dtype=dtype) for each in (dim, v_dim or dim))
-    mask = (masks.causal if "dead" in features else BlockMask.dense)(TOKENS, block=64 if "small" in features else 128)
+    block = 64 if "small" in features else 128
+    mask = (masks.causal if "dead" in features else BlockMask.dense)(TOKENS, block=block)
+    if "spread" in features:
+        place = torch.arange(TOKENS // block)
+        mask = BlockMask.from_layout((place + place[:, None]) % 2 == 0, block=block)
     unpadded = mask
     if "lengths" in features:
         mask = mask.with_lengths(torch.tensor([100]))

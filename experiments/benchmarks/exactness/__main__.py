@@ -116,11 +116,12 @@ def large(
 
     from experiments.benchmarks.exactness.large import CASES, Scale, compared
     from experiments.benchmarks.timing import first_call
+    from sparseflash.backends.triton.architecture import architecture_of
 
     names = chosen("--case", case, CASES)
     bench = Bench.start("exactness", device, commit, out)
     at = Scale(bench.device, tiny=device == "cpu")
-    is_hopper = device != "cpu" and torch.cuda.get_device_capability()[0] == 9
+    is_hopper = device != "cpu" and architecture_of(torch.cuda.get_device_capability()).has_wgmma
     dtype = str(at.dtype).removeprefix("torch.")
     for name in names:
         for backend in CASES[name][1]:

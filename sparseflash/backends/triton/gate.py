@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sparseflash.backends.triton.hopper.configs import may_be_small
 from sparseflash.backends.triton.versions import is_measured, named, releases, triton_release, triton_version
 from sparseflash.blockmask.cache import BoundedDict, bounded
 
@@ -113,7 +114,9 @@ def kind_of(request: Request) -> Kind:
     changes, learned = (
         tuple(decay if each == "distance" else each for each in kinds) for kinds in (request.changes, request.learned)
     )
-    small = request.block == (64, 64) and not request.backward
+    small = request.block == (64, 64) and (
+        not request.backward or may_be_small(request.block, request.dims, request.changes)
+    )
     return Kind(
         str(request.dtype).removeprefix("torch."), request.dims[0], small, request.lengths, changes, learned,
         request.backward, request.dims[1] if request.dims[1] != request.dims[0] else 0,

@@ -22,16 +22,20 @@ from torch import Tensor
 
 from sparseflash import scores, testing
 from sparseflash.attention import attention
+from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.gate import TRYING, Kind, opened
+from sparseflash.backends.triton.hopper.choices import backward_tile
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
+    WIDEST_BACKWARD,
     backward_config_for,
     config_for,
     dkdv_configs_for,
     dq_config_for,
     tile_for,
 )
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
@@ -66,7 +70,7 @@ def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
         mask = BlockMask.from_layout(layout, q_len=tokens, block=block)
     else:
         batch, heads, kv_heads, tokens = 2, 4, 2, _LENGTH
-        mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 300) | (k < 9), tokens, block=block)
+        mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 600) | (k < 9), tokens, block=block)
     if kind.lengths:
         mask = mask.with_lengths([tokens - 5, 250][:batch])
     generator = torch.Generator().manual_seed(0)
@@ -124,16 +128,25 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     tile = tile_for(SMALL if kind.small else BLOCK, dims)
     expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
-        of_keys = dkdv_configs_for(*dims)
-        if of_keys:
-            expected["wide_dkdv_kernel"] = of_keys[0].start_registers
-            expected["wide_dq_kernel"] = dq_config_for(*dims).start_registers
-        else:
-            expected["backward_kernel"] = backward_config_for(*dims).start_registers
+        for tile in {_backward_tile(kind, each) for each in examples}:
+            if tile == SMALL or max(dims) > WIDEST_BACKWARD:
+                expected["wide_dkdv_kernel"] = dkdv_configs_for(*dims, tile)[0].start_registers
+                expected["wide_dq_kernel"] = dq_config_for(*dims, tile).start_registers
+            else:
+                expected["backward_kernel"] = backward_config_for(*dims).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
     if wrong:
         return f"their results are wrong; errors as multiples of the allowed error: {wrong}"
     return fault_in(report.getvalue(), expected)
+
+
+def _backward_tile(kind: Kind, given: Example) -> tuple[int, int]:
+    """The tiles of the backward: in blocks of 64 both kinds of kernels serve, one where most blocks are live."""
+    if not kind.small:
+        return BLOCK
+    asked = Problem.of(given.mask, scale=1.0, batch=len(given.q))
+    setting = setting_of(given.q, given.k, asked, (9, 0))
+    return backward_tile(setting.plan, setting.block, (kind.dim, kind.v_dim or kind.dim), kind.changes)
 
 
 def _ours(given: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton import native
 from sparseflash.backends.triton.architecture import architecture_of
-from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.direct_start import Parameter, kernel_of, loaded, parameters_of_compiled
 from sparseflash.backends.triton.versions import MEASURED, triton_version
 from sparseflash.cuda_driver import raise_if_failed
@@ -148,9 +148,9 @@ class Launch:
         make the descriptors, by the names of the arguments that the kernel takes as descriptors.
         """
         given = {**variant.constants, **fixed, **dict.fromkeys(bound), **dict.fromkeys(examples)}
-        missing = [name for name in variant.names if name not in given]
-        unknown = [name for name in given if name not in variant.names]
-        if missing or unknown:
+        if given.keys() != set(variant.names):
+            missing = [name for name in variant.names if name not in given]
+            unknown = [name for name in given if name not in variant.names]
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
         # A 64-bit integer would be an argument of another type.
         counts = {name: abs(value) for name, value in fixed.items() if isinstance(value, int)}

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import checked_device
-from sparseflash.blockmask.cache import mask_cache, once
-from sparseflash.blockmask.compiling import constant_if_its_mask_is
+from sparseflash.blockmask.cache import BoundedDict, mask_cache, once
+from sparseflash.blockmask.compiling import constant_if_its_mask_is, is_faking
 from sparseflash.blockmask.csr import stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
 from sparseflash.blockmask.methods import method
 from sparseflash.blockmask.stats import pattern_count
+from sparseflash.blockmask.streams import is_capturing
 from sparseflash.blockmask.transfer import to_device
 from sparseflash.blockmask.validate import validate as check_invariants
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 _HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is moved to a GPU
+_SHARED_BYTES = 1 << 16  # masks up to this size are compared by their contents, which takes a few microseconds
+_SHARING = ["cuda"]  # kinds of devices on which equal masks share their arrays; tests add another
+_shared = BoundedDict(64)  # masks without lengths on these devices, by their contents
 
 
 @constant_if_its_mask_is
@@ -35,7 +39,8 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
     True
 
     `non_blocking` is accepted because trainers pass it to `to` of a batch; it changes nothing. A copy to a GPU
-    never waits for the kernels in its queue, and a copy to the CPU always waits.
+    never waits for the kernels in its queue, and a copy to the CPU always waits. Equal masks of up to 64 KiB that are
+    moved to a GPU share their arrays there, so a small mask that is made anew at every step is copied and planned once.
     """
     device = checked_device(device)
     if device == torch.device("cuda"):  # the current device
@@ -44,6 +49,27 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
         return mask
     if mask.device.type == "meta":
         raise ValueError(f"mask must have contents to be moved to {device}; it is on the meta device, without any.")
+    if not (device.type in _SHARING and mask.device.type == "cpu" and _may_be_shared(mask, device)):
+        return _moved(mask, device)
+    whole = mask._padded(None)
+    contents = [x.numpy().tobytes() for x in whole._arrays() if x is not None]
+
+    def make() -> BlockMask:
+        with torch.inference_mode(False):  # otherwise a later training step could not use it
+            return _moved(whole, device)
+
+    there = once(_shared, (device, *whole._numbers(), whole.pattern.shape, *contents), make)
+    return there if mask.lengths is None else there._padded(to_device([mask.lengths], device)[0])
+
+
+def _may_be_shared(mask: BlockMask, device: torch.device) -> bool:
+    """Whether a mask on the CPU is small, and its contents can be read now."""
+    if mask.dynamic or torch.compiler.is_compiling() or is_faking() or is_capturing(device):
+        return False
+    return mask.nbytes <= _SHARED_BYTES
+
+
+def _moved(mask: BlockMask, device: torch.device) -> BlockMask:
     arrays = [a for a in mask._arrays() if a is not None]
     moved: list[Tensor | None] = [*to_device(arrays, device)]
     if mask.lengths is None:

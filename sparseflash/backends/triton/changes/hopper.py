@@ -66,7 +66,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Functions
-from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.launches import like
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe
 
 if TYPE_CHECKING:

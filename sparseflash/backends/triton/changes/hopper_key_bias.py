@@ -26,9 +26,8 @@ from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load
 from sparseflash.backends.triton.hopper.record import heard_of
 from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.hopper.scores import number_of, read_later, store_sums, sums_of_threads
-from sparseflash.backends.triton.launch.examples import like, one_number_of
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
-from sparseflash.backends.triton.launch.launches import launch_of
+from sparseflash.backends.triton.launch.launches import launch_of, like, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 
 if TYPE_CHECKING:

@@ -22,9 +22,6 @@ from sparseflash.backends.triton.hopper.record import OF_CHANGE_SECOND as LAST_E
 from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.hopper.scores import (
     MARGIN,
-    TABLE_SUMS,
-    add_by_distance,
-    add_to_bucket,
     as_float,
     entries_of_head,
     entries_of_scores,
@@ -32,10 +29,9 @@ from sparseflash.backends.triton.hopper.scores import (
     outer_tiles,
     read_later,
     shared_entry,
-    sums_of_two_rows,
 )
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import launch_of
+from sparseflash.backends.triton.hopper.table_sums import TABLE_SUMS, add_by_distance, add_to_bucket, sums_of_two_rows
+from sparseflash.backends.triton.launch.launches import launch_of, like, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from sparseflash.backends.triton.hopper.configs import (
     WIDEST,
     WIDEST_BACKWARD,
     is_common,
+    may_be_small,
     tile_for,
 )
-from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -91,7 +92,10 @@ def refuses(request: Request) -> str | None:
             "they support relative-position tables indexed by distance, where neighbouring distances mostly share an "
             "entry"
         )
-    tile = BLOCK if request.backward else tile_for(request.block, request.dims)
+    if request.backward:
+        tile = _backward_tile(request)
+    else:
+        tile = tile_for(request.block, request.dims)
     if request.dynamic and request.block != tile:
         return "they need blocks of {} x {} for a mask that is made at every step; got {} x {}".format(
             *tile, *request.block
@@ -146,7 +150,11 @@ def yields(request: Request) -> str | None:
         )
     if not is_common(request.dims) and (what := _not_measured(request)):
         return f"they have not been measured {what} at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
-    if min(request.block) < min(BLOCK) and (backward or is_64 or request.block != SMALL):
+    if backward:
+        is_small = _backward_tile(request) == SMALL and LIMITS.takes_small_backward(request.dims, request.dynamic)
+    else:
+        is_small = request.block == SMALL and not is_64
+    if min(request.block) < min(BLOCK) and not is_small:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
@@ -165,7 +173,8 @@ def yields(request: Request) -> str | None:
             f"the portable {direction} is about as fast or faster, its launch included, below {least:,} queries at D = "
             f"{dim}; got {q_len:,}"
         )
-    if backward and (entries := request.keys / BLOCK[1] * -(-q_len // BLOCK[0]) * request.heads) >= MOST_ENTRIES_LISTED:
+    tile = _backward_tile(request)
+    if backward and (entries := request.keys / tile[1] * -(-q_len // tile[0]) * request.heads) >= MOST_ENTRIES_LISTED:
         return f"they list at most {MOST_ENTRIES_LISTED:,} tiles of all heads for a backward; got about {entries:,.0f}"
     if request.dynamic and is_64:
         return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
@@ -197,13 +206,19 @@ def _not_measured(request: Request) -> str | None:
     return None
 
 
+def _backward_tile(request: Request) -> tuple[int, int]:
+    """The smallest tiles of the backward for a request."""
+    return SMALL if may_be_small(request.block, request.dims, request.changes) else BLOCK
+
+
 def _room(request: Request) -> float:
     """Memory of the backward's entries for a dynamic mask, over the memory of q: a head may have all tiles of all
     patterns.
     """
     q_len, k_len = request.tokens
-    rows, columns = -(-q_len // BLOCK[0]), -(-k_len // BLOCK[1])
-    room = min(request.keys / BLOCK[1] * rows * request.patterns, rows * columns)
+    tile = _backward_tile(request)
+    rows, columns = -(-q_len // tile[0]), -(-k_len // tile[1])
+    room = min(request.keys / tile[1] * rows * request.patterns, rows * columns)
     return float(room * 4 * ENTRY.value / (q_len * request.dims[0] * 2))
 
 

@@ -1,8 +1,8 @@
 """Triton kernels that make tile lists and work lists, for masks that are made at every step.
 
 `full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, take some fifty kernel launches,
-at 6 to 10 us of host time each. Here each list, over rows or columns, takes one launch, and the work takes two launches
-and a sort. The results are the same.
+at 6 to 10 us of host time each. Here each list, over rows or columns, takes one launch, and the work takes two
+launches, and a sort if there are many items. The results are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.schedule.launch_order import is_exact
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import (
     ITEM,
@@ -26,7 +25,7 @@ from sparseflash.backends.triton.schedule.work_item import (
     ITEM_PARTIAL_TILE,
     ITEM_START,
 )
-from sparseflash.backends.triton.schedule.worklists import TileLists
+from sparseflash.backends.triton.schedule.worklists import TileLists, is_exact
 from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
@@ -97,10 +96,14 @@ def order_of_work(
     (batch, heads, group), device, held = shape, pattern.device, lists.tiling.held
     tiles, blocks = -(-length // tile), -(-length // held)
     items = batch * heads * tiles
-    exact = is_exact(items)
-    keys = torch.empty(items, dtype=torch.int32 if exact else torch.int8, device=device)
     place = (*pattern.stride(), items, heads, tiles, blocks, tile, held)
-    _sizing(device, group, exact).start(-(-items // AT_ONCE), pattern, lists.count, keys, *place, exact, group, AT_ONCE)
+    programs = -(-items // AT_ONCE)
+    if is_exact(items):  # so few that comparing each with every other takes less time than the launches of a sort
+        order = torch.empty(items, dtype=torch.int64, device=device)
+        _ranking(device, group).start(programs, pattern, lists.count, order, *place, group, AT_ONCE)
+        return order, place
+    keys = torch.empty(items, dtype=torch.int8, device=device)
+    _sizing(device, group).start(programs, pattern, lists.count, keys, *place, group, AT_ONCE)
     return torch.sort(keys, stable=True, descending=True).indices, place
 
 
@@ -116,7 +119,12 @@ def _searching(device: torch.device) -> Launch:
 
 
 @bounded(maxsize=128)
-def _sizing(device: torch.device, group: int, exact: bool) -> Launch:
+def _ranking(device: torch.device, group: int) -> Launch:
+    return Launch.of_all_arguments(rank_kernel, device, num_warps=4, num_stages=1)
+
+
+@bounded(maxsize=128)
+def _sizing(device: torch.device, group: int) -> Launch:
     return Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1)
 
 
@@ -253,29 +261,65 @@ def row_of(
     return tl.where(number < items, pattern.to(tl.int64) * blocks + block, 0)
 
 
-@triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
-    do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
-)
-def size_kernel(
-    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; [items], int32 if EXACT, otherwise int8
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
-    EXACT: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+@triton.jit
+def _size_of(
+    number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sort keys of work items: see launch_order.py."""
-    number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    size = tl.zeros([AT_ONCE], tl.int64)
+    """The tiles of some work items."""
+    size = number * 0
     for member in tl.static_range(GROUP):
         row = row_of(
             number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
         )
         size += tl.load(count_ptr + row)
-    if EXACT:
-        tl.store(keys_ptr + number, size.to(tl.int32), mask=number < items)
-    else:
-        size = tl.maximum(size, 1)
-        octave = ((size * size).to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023  # the exponent
-        tl.store(keys_ptr + number, octave.to(tl.int8), mask=number < items)
+    return size
+
+
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
+    do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
+)
+def rank_kernel(
+    pattern_ptr, count_ptr, order_ptr,  # int32 [B, Hq], [rows]; int64 [items]
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
+    GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes the order of AT_ONCE work items among all: the longest first, equal ones by their numbers."""
+    lane = tl.arange(0, AT_ONCE)
+    number = tl.program_id(0).to(tl.int64) * AT_ONCE + lane
+    size = _size_of(
+        number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
+    )
+    rank = tl.zeros([AT_ONCE], tl.int32)
+    for first in range(0, items, AT_ONCE):
+        other = (first + lane).to(tl.int64)
+        others = _size_of(
+            other, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
+        )
+        earlier = (others[None, :] == size[:, None]) & (other[None, :] < number[:, None])
+        ahead = ((others[None, :] > size[:, None]) | earlier) & (other[None, :] < items)
+        rank += tl.sum(ahead.to(tl.int32), 1)
+    tl.store(order_ptr + rank, number, mask=number < items)
+
+
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
+    do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
+)
+def size_kernel(
+    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; int8 [items]
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
+    GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Writes the sort keys of many work items: see `worklists.start_order`."""
+    number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    size = _size_of(
+        number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
+    )
+    size = tl.maximum(size, 1)
+    octave = ((size * size).to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023  # the exponent
+    tl.store(keys_ptr + number, octave.to(tl.int8), mask=number < items)
 
 
 @triton.jit(

@@ -138,7 +138,7 @@ print(*sorted({name for name, _ in compiled}), len({kernel.hash for _, kernel in
 """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["items_kernel", "size_kernel", "2"]
+    assert done.stdout.split() == ["items_kernel", "rank_kernel", "2"]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 40))

@@ -20,6 +20,7 @@ from experiments.benchmarks.io import (
     largest_difference,
 )
 from experiments.measurements import Run, read
+from tests.compiling.uninterpreted import python
 
 CPU = torch.device("cpu")
 SMALL = Case(DENSE, None, 2, 3, 64, 16, 16, "float32")
@@ -74,6 +75,44 @@ def test_ours_backward_by_the_model_is_what_the_programs_read(factors):
         read += int(layout[:, column].sum()) * (2 * e * m * d + 8 * m)
     read += 2 * e * n * d + 12 * n  # delta
     assert cost(case).backward_bytes == 2 * read
+
+
+def test_a_fused_backward_by_the_model_is_what_its_programs_read():
+    case = Case(BUTTERFLY, 2, 1, 2, 1024, 64, 128)
+    kernels = io.Kernels("hopper", "hopper", 128, 128, fused=True)
+    layout = case.mask().to_dense()[0, 0].view(8, 128, 8, 128)[:, 0, :, 0]
+    n, d, e, m = 1024, 64, 2, 128
+    moved = 2 * e * n * d + 12 * n  # delta
+    for column in range(8):
+        moved += 4 * e * m * d  # k, v, dk, dv
+        for _ in range(int(layout[:, column].sum())):
+            moved += 2 * e * m * d + 8 * m  # q, dout and lse, delta
+            moved += 2 * 4 * m * d  # dq so far, and with this tile
+    moved += 4 * n * d + e * n * d  # the sums of dq, rounded
+    assert cost(case, kernels).backward_bytes == 2 * moved
+
+
+def test_the_kernels_that_run_on_a_hopper_gpu_are_known():
+    program = """
+from dataclasses import astuple, replace
+from experiments.benchmarks.io import BUTTERFLY, DENSE, STANDARD, Case, Kernels, cost, kernels_of
+for case in (
+    Case(DENSE, None, 64, 16, 1024, 64, 64), Case(BUTTERFLY, 3, 64, 16, 1024, 64, 128),
+    Case(BUTTERFLY, 4, 64, 16, 1024, 64, 64), Case(BUTTERFLY, 3, 1, 8, 16_384, 32, 128),
+):
+    found = kernels_of(case, (9, 0))
+    print(found.names("forward"), found.names("both"), *astuple(found)[2:])
+    assert cost(case, found).flops == cost(case).flops
+    assert kernels_of(case, None) == kernels_of(replace(case, kind=STANDARD), (9, 0)) == Kernels()
+"""
+    done = python("-c", program)  # where Triton compiles
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "hopper hopper 128 128 True",
+        "hopper hopper 128 128 True",
+        "portable portable 64 64 False",
+        "portable portable, hopper 64 128 True",
+    ]
 
 
 def test_ours_and_standard_attention_agree():

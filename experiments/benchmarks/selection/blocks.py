@@ -1,5 +1,5 @@
-"""`python -m experiments.benchmarks.selection`: choosing blocks at every step, beside dense attention and peers that
-are given the blocks."""
+"""`python -m experiments.benchmarks selection blocks`: choosing blocks at every step, beside dense attention and peers
+that are given the blocks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from sparseflash import BlockMask, attention
 from sparseflash.attention import Backend
 from sparseflash.grouped import selected_attention
 from sparseflash.interop import to_flex
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
@@ -190,8 +188,7 @@ def _flash_attention_4(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Ten
     return run
 
 
-@app.command()
-def selection(
+def blocks(
     out: Out = Path("runs/selection-cost"),
     device: Device = "cuda",
     small: Annotated[bool, typer.Option("--small", help="Three small cases, to try it.")] = False,
@@ -220,7 +217,3 @@ def measure(bench: Bench, case: Case, *, host_calls: int) -> None:
             host = host_microseconds(bench.timed[name].call, bench.device, count=host_calls)
             bench.add(f"{case.name}/host/{name}", host, "us")
     bench.save()
-
-
-if __name__ == "__main__":
-    app()

@@ -9,14 +9,16 @@ from rich.console import Console
 from experiments.lra.config import Config
 from experiments.lra.data.augment import Turning
 from experiments.lra.data.batches import collate, evaluation_batches, training_batches
+from experiments.lra.data.listops import generator, grammar
 from experiments.lra.data.order import Order
 from experiments.lra.graph_steps import padded_to_longest, steps_of
 from experiments.lra.losses import forward, losses
 from experiments.lra.model.build import build_model, build_optimizer
-from experiments.lra.pixel_labels import pixel_labels_of
 from experiments.lra.report import print_result
 from experiments.lra.scoring import score
+from experiments.lra.table.accuracy import collect
 from experiments.lra.tasks import TASKS, load
+from experiments.lra.token_labels import token_labels_of
 from experiments.lra.train import Run
 from experiments.pathfinder.generate import Settings, generate
 from experiments.pathfinder.owners import marker_counts
@@ -27,6 +29,7 @@ from experiments.pathfinder.vectors import load as load_vectors
 from experiments.training.steps import NO_LABEL
 from sparseflash import masks
 from tests.experiments.lra.models import training_step
+from tests.experiments.lra.runs import TINY
 from tests.experiments.lra.runs import TINY_IMAGES as CONFIG
 
 CPU = torch.device("cpu")
@@ -44,7 +47,7 @@ def data(path):
 
 
 def batch_of(data, count=4, config=CONFIG, **more):
-    return collate(data.train, np.arange(count), config.shape, pixel_labels=pixel_labels_of(data), **more)
+    return collate(data.train, np.arange(count), config.shape, token_labels=token_labels_of(data), **more)
 
 
 def counts_by_image(path):
@@ -65,8 +68,8 @@ def test_every_drawn_pixel_has_the_class_of_its_curve(path, data, background):
         if background == "drop":
             classes = classes[classes != NO_LABEL]
         count = int(batch.lengths[row])
-        assert batch.pixel_labels[row, :count].tolist() == classes.tolist()
-        assert (batch.pixel_labels[row, count:] == NO_LABEL).all()
+        assert batch.token_labels[row, :count].tolist() == classes.tolist()
+        assert (batch.token_labels[row, count:] == NO_LABEL).all()
         connected.append(2 in classes)
     assert batch.labels.tolist() == [int(each) for each in connected]
 
@@ -75,13 +78,13 @@ def test_classes_turn_with_their_pixels(path, data):
     expected = counts_by_image(path)
     turning = Turning("square", 32, 3, 8)
     order = Order(len(data.train), 8, 0)
-    batch = next(training_batches(data.train, CONFIG.shape, order, 5, turning, pixel_labels_of(data)))
+    batch = next(training_batches(data.train, CONFIG.shape, order, 5, turning, token_labels_of(data)))
     for place, (row, way) in enumerate(zip(order.rows(5), turning.ways(5), strict=True)):
         classes = np.rot90(expected[data.train.sequence(row).tobytes()].reshape(32, 32), way % 4)
         classes = (classes[:, ::-1] if way >= 4 else classes).reshape(-1)
         found = np.full(1024, NO_LABEL)
         count = int(batch.lengths[place])
-        found[batch.places[place, :count]] = batch.pixel_labels[place, :count]
+        found[batch.places[place, :count]] = batch.token_labels[place, :count]
         assert (found == classes).all()
     assert len(set(turning.ways(5) % 4)) > 1
 
@@ -93,7 +96,7 @@ def test_the_loss_is_that_of_drawn_pixels_alone(data):
     assert forward(model, batch, CONFIG).shape == (4, 2)
     counts = model(batch.ids, batch.lengths, batch.places)[1]
     each = [
-        -torch.log_softmax(counts[row, token], -1)[batch.pixel_labels[row, token]]
+        -torch.log_softmax(counts[row, token], -1)[batch.token_labels[row, token]]
         for row in range(4)
         for token in range(int(batch.lengths[row]))
     ]
@@ -121,7 +124,7 @@ def test_the_weight_of_the_loss_is_that_of_its_gradient(data):
 def test_tests_ask_for_answers_alone(data):
     model = build_model(CONFIG, data.task, masks.butterfly(1024, block=64))
     (batch,) = evaluation_batches(data.test, CONFIG.shape, 6, 6)
-    assert batch.pixel_labels is None
+    assert batch.token_labels is None
     assert score(model, [batch], CONFIG, CPU).examples == 6
     assert torch.is_tensor(model(batch.ids, batch.lengths, batch.places))
 
@@ -158,7 +161,7 @@ def test_a_run_without_labels_begins_with_the_encoder_of_one_with_them(data, tmp
     assert "auxiliary" not in plain.log.of_kind("train")[-1]
     third = Run(replace(plain.config, initial=str(tmp_path / "plain")), data, tmp_path / "third")
     metrics_of_third = third.train()
-    assert metrics["pixel_labels"] and metrics_of_third["pixel_labels"]
+    assert metrics["token_labels"] and metrics_of_third["token_labels"]
     console = Console(record=True, width=120, file=io.StringIO())
     print_result(console, metrics_of_third, tmp_path)
     assert "pixel labels in training" in console.export_text()
@@ -175,14 +178,46 @@ def test_images_of_the_release_do_not_tell(path, tmp_path):
     assert (tmp_path / "run" / "metrics.json").is_file()
 
 
-def test_only_pathfinder_has_classes_of_pixels():
-    with pytest.raises(ValueError, match=r"auxiliary=0\.5 is for Pathfinder; the task is image"):
+def test_only_listops_and_pathfinder_have_classes_of_tokens():
+    with pytest.raises(ValueError, match=r"auxiliary=0\.5 is for ListOps and Pathfinder; the task is image"):
         Config(task="image", auxiliary=0.5)
     with pytest.raises(ValueError, match=r"auxiliary=0\.5 needs objective=classify; got denoise"):
         replace(CONFIG, objective="denoise")
     with pytest.raises(ValueError, match="auxiliary must be at least 0; got -1"):
         replace(CONFIG, auxiliary=-1)
-    assert not TASKS["image"].pixel_classes
+    assert not TASKS["image"].token_classes
+
+
+def test_listops_labels_are_the_values_of_all_expressions(tmp_path):
+    folder = generator.generate(generator.Settings(100, 400, 64, 4, 4), tmp_path, workers=1)
+    data = load("listops", folder)
+    config = replace(TINY, auxiliary=1.0, max_tokens=2000)
+    batch = collate(data.train, np.arange(len(data.train)), config.shape, token_labels=token_labels_of(data))
+    operators = 0
+    for ids, labels in zip(batch.ids[:, 1:].tolist(), batch.token_labels[:, 1:].tolist(), strict=True):
+        for place, token in enumerate(ids):
+            if not 1 + grammar.MIN <= token < 1 + grammar.CLOSE:
+                assert labels[place] == NO_LABEL
+                continue
+            end, depth = place, 0
+            while True:
+                depth += (1 + grammar.MIN <= ids[end] < 1 + grammar.CLOSE) - (ids[end] == 1 + grammar.CLOSE)
+                end += 1
+                if depth == 0:
+                    break
+            assert labels[place] == grammar.evaluate([each - 1 for each in ids[place:end]])
+            operators += 1
+    assert operators > 5 * len(data.train)
+    assert (batch.token_labels[:, 0] == NO_LABEL).all()
+    assert batch.token_labels[:, 1].tolist() == batch.labels.tolist()  # the first operator's value is the answer
+    run = Run(replace(TINY, auxiliary=1.0, steps=2), data, tmp_path / "run")
+    metrics = run.train()
+    assert metrics["token_labels"] and run.log.of_kind("train")[-1]["auxiliary"] > 0
+    console = Console(record=True, width=120, file=io.StringIO())
+    print_result(console, metrics, tmp_path)
+    assert "values of expressions in training" in console.export_text()
+    (found,) = collect(tmp_path / "run")
+    assert found.helps == "values of expressions in training, averaged weights"
 
 
 @pytest.mark.gpu
@@ -195,7 +230,7 @@ def test_recorded_steps_learn_pixels_as_the_hosts_do(data):
         for is_recorded, model in zip((False, True), models, strict=True)
     )
     for step in range(4):
-        batch = collate(data.train, np.arange(4 * step, 4 * step + 4), config.shape, pixel_labels=pixel_labels_of(data))
+        batch = collate(data.train, np.arange(4 * step, 4 * step + 4), config.shape, token_labels=token_labels_of(data))
         expected, found = plain(batch, 1e-3), recorded(batch, 1e-3)
         assert found.loss.item() == pytest.approx(expected.loss.item(), abs=1e-3)
         assert found.auxiliary.item() == pytest.approx(expected.auxiliary.item(), abs=1e-3)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks import selection
 from experiments.benchmarks.harness import Unavailable
-from experiments.benchmarks.selection import SMALL, Case, app, index_of, live_scores, ways_of
+from experiments.benchmarks.selection import blocks as selection
+from experiments.benchmarks.selection.__main__ import app
+from experiments.benchmarks.selection.blocks import SMALL, Case, index_of, live_scores, ways_of
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.timing import host_microseconds
 from experiments.measurements import read
@@ -40,7 +41,7 @@ def test_the_host_is_timed_by_the_call():
 
 
 def test_the_command_records_every_way(tmp_path):
-    found = CliRunner().invoke(app, ["--small", "--device", "cpu", "--out", str(tmp_path)])
+    found = CliRunner().invoke(app, ["blocks", "--small", "--device", "cpu", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
     run, measurements = read(tmp_path / "selection.jsonl")
     names = [each.name.partition("/")[2] for each in measurements]
@@ -56,7 +57,7 @@ def test_the_command_records_every_way(tmp_path):
 
 
 def test_a_missing_gpu_is_told(tmp_path):
-    found = CliRunner().invoke(app, ["--device", "cuda:99", "--out", str(tmp_path / "none")])
+    found = CliRunner().invoke(app, ["blocks", "--device", "cuda:99", "--out", str(tmp_path / "none")])
     assert found.exit_code == 2 and ("no CUDA device" in found.output or "got the device 'cuda:99'" in found.output)
     assert not (tmp_path / "none").exists()
 

@@ -1,7 +1,8 @@
-"""A second training loss, with a label for each drawn pixel of a generated Pathfinder image.
+"""A second training loss, with labels of tokens.
 
-The number of markers on a pixel's curve, which a model must find by tracing. Only files of `python -m
-experiments.pathfinder generate` have these labels.
+Of a generated Pathfinder image: the number of markers on the curve of each drawn pixel, which a model must find by
+tracing. Only files of `python -m experiments.pathfinder generate` have these labels. Of a ListOps expression: the value
+of each operator's expression.
 """
 
 from __future__ import annotations
@@ -17,27 +18,36 @@ from experiments.lra.tasks.task import Data
 from experiments.training.steps import NO_LABEL
 
 
-class PixelLabelClassifier(Classifier):
+def labels_of(task: str) -> str:
+    """What a task's labels of tokens are.
+
+    >>> labels_of("listops"), labels_of("pathfinder32")
+    ('values of expressions', 'pixel labels')
+    """
+    return "values of expressions" if task == "listops" else "pixel labels"
+
+
+class TokenLabelClassifier(Classifier):
     """A classifier with a second head, which predicts every token's class during training."""
 
-    def __init__(self, *arguments: Any, pixel_classes: int, width: int, **sizes: Any) -> None:
+    def __init__(self, *arguments: Any, token_classes: int, width: int, **sizes: Any) -> None:
         super().__init__(*arguments, width=width, **sizes)
-        self.tracer = nn.Linear(width, pixel_classes)
+        self.tracer = nn.Linear(width, token_classes)
 
     def forward(  # type: ignore[override]
         self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, C]; in training, also [B, N, pixel_classes]."""
+        """Logits [B, C]; in training, also [B, N, token_classes]."""
         x = self.encode(ids, lengths, places, padded)
         logits = self.answers(x, lengths)
         return (logits, self.tracer(x)) if self.training else logits
 
 
-def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def token_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """In nats, of the tokens with a class.
 
     >>> import torch
-    >>> round(pixel_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
+    >>> round(token_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
     1.0986
 
     logits: [B, N, classes]. labels: int64 [B, N], `NO_LABEL` for none.
@@ -45,11 +55,11 @@ def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
 
 
-def pixel_labels_of(data: Data) -> Examples:
+def token_labels_of(data: Data) -> Examples:
     """Raises ValueError if the data have none."""
-    if data.pixel_labels is None:
+    if data.token_labels is None:
         raise ValueError(
             f"auxiliary needs data that say which curve each pixel lies on, as a file that `python -m "
             f"experiments.pathfinder generate` has written does; {data.folder} does not: leave it at 0"
         )
-    return data.pixel_labels()
+    return data.token_labels()
