@@ -120,9 +120,10 @@ _EXPERIMENTS = {
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     # The benchmarks of one file.
-    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py training/layers PUBLIC",
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
