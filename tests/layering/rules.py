@@ -124,6 +124,7 @@ _EXPERIMENTS = {
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
