@@ -122,7 +122,6 @@ _EXPERIMENTS = {
     # The benchmarks of one file.
     "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
-    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
