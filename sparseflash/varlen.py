@@ -145,8 +145,8 @@ def attention_varlen(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=scale, return_lse=True,
         dropout_p=dropout_p, seed=seed, scores=changes, backend=backend,
     )  # fmt: skip
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # not an index, whose gradient is a copy into zeros
+    return (out, lse) if return_lse else out
 
 
 _REMEDIES = {
