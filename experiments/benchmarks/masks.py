@@ -87,13 +87,14 @@ def _of_images() -> list[Case]:
 
 
 def _window(tokens: int) -> BlockMask:
+    """As a function of the length, of which nothing else is known."""
     return masks.local(tokens, window=65, causal=True)
 
 
 def _of_sequences() -> list[Case]:
     ways: dict[str, Any] = {
-        "causal": masks.causal, "dense": None, "window": _window, "butterfly": masks.butterfly,
-        "rule": lambda q, k: (k <= q) & (q - k < 65),
+        "causal": masks.causal, "dense": None, "window": partial(masks.local, window=65, causal=True),
+        "rule": lambda q, k: (k <= q) & (q - k < 65), "function": _window, "butterfly": masks.butterfly,
     }  # fmt: skip
     found = []
     for count in SEQUENCES:
