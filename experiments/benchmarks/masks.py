@@ -139,6 +139,7 @@ def made(make: Callable[[], BlockMask], gigabytes: float) -> Made:
     try:
         answer = ours.recv()
     except EOFError:
+        process.join()
         answer = f"the process ended with {process.exitcode}"
     process.join()
     if isinstance(answer, str):
