@@ -5,7 +5,6 @@ NumPy sorts and numbers lists of tiles on the CPU, because PyTorch is slower on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -116,28 +115,31 @@ def _assemble(
     # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once. Full
     # tiles that no end cuts, the most frequent kind, are left out. Lists of millions are read in portions, three times:
     # the numbers of their pairs would take more time to keep than to make again.
-    cut_q, cut_k = q_len % block_q > 0, k_len % block_k > 0
+    last_row = row_blocks - 1 if q_len % block_q else -1
+    last_col = col_blocks - 1 if k_len % block_k else -1
 
-    def portions() -> Iterator[tuple[int, Integers, Integers]]:
+    def portion(start: int) -> tuple[int, Integers, Integers]:
         """The first tile of a portion, its tiles that are not left out, and their pairs."""
-        for start in range(0, len(tile), TILES_AT_ONCE):
-            some = slice(start, start + TILES_AT_ONCE)
-            special, codes = tile[some] > 0, []
-            if cut_q:
-                codes.append((rows[some] if patterns == 1 else rows[some] % row_blocks) == row_blocks - 1)
-                special |= codes[-1]
-            if cut_k:
-                codes.append(cols[some] == col_blocks - 1)
-                special |= codes[-1]
-            listed = np.flatnonzero(special)
-            pair = tile[some][listed] * 4
-            for code, is_last in zip((1, 2) if cut_q else (2,), codes):
-                pair += code * is_last[listed]
-            yield start, listed, pair
+        stop = start + TILES_AT_ONCE
+        own = tile[start:stop]
+        special = own > 0
+        if last_row >= 0:
+            row = rows[start:stop] if patterns == 1 else rows[start:stop] % row_blocks
+            special |= row == last_row
+        if last_col >= 0:
+            special |= cols[start:stop] == last_col
+        listed = np.flatnonzero(special)
+        pair = own[listed] * 4
+        if last_row >= 0:
+            pair += row[listed] == last_row
+        if last_col >= 0:
+            pair += 2 * (cols[start:stop][listed] == last_col)
+        return start, listed, pair
 
-    kept = list(portions()) if len(tile) <= TILES_AT_ONCE else None
+    starts = range(0, len(tile), TILES_AT_ONCE)
+    kept = [portion(0)] if len(starts) == 1 else None
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
-    for _, _, pair in kept or portions():
+    for _, _, pair in kept or map(portion, starts):
         occurs[pair] = True
     kind_of = np.zeros(len(occurs), dtype=np.int64)
     pairs = np.flatnonzero(occurs)
@@ -155,7 +157,7 @@ def _assemble(
     # Partial tiles are numbered by first appearance in the rows, so that equal masks have equal arrays.
     first = np.full(len(bits) + 1, len(tile), dtype=np.int64)
     first[0] = -1
-    for start, listed, pair in kept or portions():
+    for start, listed, pair in kept or map(portion, starts):
         kinds = kind_of[pair]
         new = np.flatnonzero(first[kinds] == len(tile))  # a dead tile's number, -1, is the last kind's
         new = new[kinds[new] > 0]
@@ -169,7 +171,7 @@ def _assemble(
         bits = bits.index_select(0, torch.from_numpy(order).to(bits.device))
     all_kinds = np.zeros(len(tile), dtype=np.int32)
     numbers = kind_of.astype(np.int32)
-    for start, listed, pair in kept or portions():
+    for start, listed, pair in kept or map(portion, starts):
         all_kinds[start : start + TILES_AT_ONCE][listed] = numbers[pair]
     if (kind_of < 0).any():
         live = all_kinds >= 0
