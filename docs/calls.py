@@ -44,8 +44,8 @@ _SDPA = (
     "others."
 )
 _SELECTED = (
-    "scores of selected_attention must be of temperature, softcap, key_bias, bias and sink; got {}. Use attention with "
-    "the mask of the same blocks, masks.selected_keys(index, k_len=Nk, span=span, group=group)."
+    "scores of selected_attention must not be tile_bias, which has values for the tiles of a mask that stays the same. "
+    "Use attention with the mask of the same blocks, masks.selected_keys(index, k_len=Nk, span=span, group=group)."
 )
 _OF_INDEX = (
     "mask must not be given to selected_attention: index says what is live. Use attention with the mask of the same "
@@ -82,10 +82,7 @@ REFUSED = {
     ("cache", "dropout"): (
         "dropout_p must not be given to attention_with_cache: it is for inference. To train, use attention with a mask."
     ),
-    **{
-        ("selected", kind): _SELECTED.format(kind)
-        for kind in ("alibi", "log_decay", "relative", "tile_bias", "function")
-    },
+    ("selected", "tile_bias"): _SELECTED,
     **{("selected", kind): _OF_INDEX for kind in ("mask", "mask by head", "mask by batch")},
     **{("tokens", kind): _TOKENS.format("scores") for kind in SCORES},
     ("tokens", "dropout"): _TOKENS.format("dropout_p"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask.arguments import flag, integer
+from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.masks import fused
 from sparseflash.masks.pooled_scores import means_of_blocks
 from sparseflash.masks.tiling.arguments import at_least
@@ -24,6 +25,7 @@ _SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 def select_blocks(
     q: Tensor, k: Tensor, *, top_k: int, span: int = 128, block_q: int = 1, reduce: Literal["max", "mean"] = "max",
     causal: bool = False, scale: float | None = None, sink_blocks: int = 0, local_blocks: int = 0,
+    cu_seqlens: Any = None,
 ) -> Tensor:  # fmt: skip
     """The numbers of the `top_k` blocks of keys with the highest scores, for every query or block of queries.
 
@@ -45,15 +47,18 @@ def select_blocks(
         block_q: queries that share a list, a power of two up to 128; 1: each has its own.
         causal: no query sees a key after it; the last query is at the last key.
         scale: `1 / sqrt(D)` by default.
-        sink_blocks, local_blocks: blocks that always come first, as in `top_k_blocks`.
+        sink_blocks, local_blocks: blocks that always come first, as in `top_k_blocks`; of its own sequence.
+        cu_seqlens: running sums of the lengths of sequences that lie one behind the other in q and k, beginning with 0.
+            No query sees a key of another sequence. All but the last must be multiples of block_q and of span.
 
     Returns:
         int32 `[B, Hq, ceil(Nq / block_q), top_k]`: `index` of `grouped.selected_attention` (block_q = 1, one head of q
         for each key head), of `BlockMask.from_block_index`, and of `selected_keys`.
 
-    On a GPU one kernel walks the keys with the best blocks so far in registers, so memory is that of the lists, and
-    equal inputs give equal lists. In half precision scores are summed in fp32. No gradient flows through the choice;
-    for the scores of chosen tokens with gradients see `selected_tokens.token_scores`.
+    On a GPU one kernel walks the keys with the best blocks so far in registers, so memory is that of the lists. Lists
+    of more than 128 blocks are chosen from the scores of all blocks of some rows at a time. Equal inputs give equal
+    lists. In half precision scores are summed in fp32. No gradient flows through the choice; for the scores of chosen
+    tokens with gradients see `selected_tokens.token_scores`.
 
     Source: the maximum over blocks of 128 in MSA (MiniMax-M3, 2026); means in MoBA (Lu et al., 2025).
 
@@ -78,30 +83,69 @@ def select_blocks(
             f"top_k must be at least the {min(forced, of.blocks)} blocks that sink_blocks and local_blocks may keep; "
             f"got {top_k}."
         )
+    bounds = bounds_of(cu_seqlens, of, q.device)
     if reduce == "mean":
+        if bounds is not None:
+            bounds = bounds[:, ::block_q]
         q = q.to(torch.promote_types(q.dtype, torch.float32)) if block_q == 1 else means_of_blocks(q, block_q, None)
         k = means_of_blocks(k, span, None)
         of = of._replace(rows=1, row_tokens=block_q, span=1, column_tokens=span)
-    with torch.autocast(q.device.type, enabled=False):
-        in_registers = max(top_k, q.shape[3] // 2) <= 128
-        if in_registers and fused.serves(q, 1, 1) and q.dtype in fused.DTYPES and q.dtype == k.dtype:
-            from sparseflash.masks.fused.select import lists_of_blocks  # imports Triton
-
-            return lists_of_blocks(q, k, of, top_k, factor)
-        return _by_operations(q, k, of, top_k, factor)
+    return lists_of(q, k, of, top_k, factor, bounds)
 
 
-def _by_operations(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float) -> Tensor:
+def lists_of(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None = None) -> Tensor:
+    """The lists of `select_blocks`, of rows q and columns k.
+
+    bounds: int32 `[2, rows]`, where the document of each row begins and ends, in keys; or None.
+    """
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if fused.serves(q, 1, 1) and q.dtype in fused.DTYPES and q.dtype == k.dtype and q.shape[3] <= 256:
+            # These import Triton.
+            if top_k <= fused.LONGEST_LIST:
+                from sparseflash.masks.fused.select import lists_of_blocks as lists
+            else:
+                from sparseflash.masks.fused.block_scores import long_lists_of_blocks as lists
+
+            return lists(q, k, of, top_k, factor, bounds)
+        return _by_operations(q, k, of, top_k, factor, bounds)
+
+
+def bounds_of(cu_seqlens: Any, of: Columns, device: torch.device) -> Tensor | None:
+    """Where the document of each query begins and ends, as `lists_of` takes them; None without documents."""
+    if cu_seqlens is None:
+        return None
+    sums = running_sums(cu_seqlens, "cu_seqlens")
+    if sums[-1] != of.q_len or of.q_len != of.k_len:
+        raise ValueError(
+            f"cu_seqlens must end with the number of tokens of q and of k, {of.q_len} and {of.k_len}; got {sums[-1]}."
+        )
+    step = max(of.rows, of.span)
+    if any(each % step for each in sums[:-1]):
+        raise ValueError(
+            f"cu_seqlens must be multiples of {step}, of block_q and span, except for the last; got {sums}. Leave room "
+            "between the sequences."
+        )
+    ends = torch.tensor(sums, device="cpu")
+    bounds = torch.stack([ends[:-1], ends[1:]]).repeat_interleave(ends.diff(), 1)
+    return bounds.to(device=device, dtype=torch.int32)
+
+
+def _by_operations(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None) -> Tensor:
     """The lists from PyTorch's operations, a part of the rows at a time."""
     wide = torch.promote_types(q.dtype, torch.float32)
     (batch, heads, rows, _), group = q.shape, q.shape[1] // k.shape[1]
     keys = k.to(wide).repeat_interleave(group, 1).mT
     most = max(1, _AT_ONCE // (batch * heads * max(1, keys.shape[3]) * of.rows)) * of.rows
-    found = [_lists(q[:, :, start : start + most], keys, start, of, top_k, factor) for start in range(0, rows, most)]
+    found = [
+        _lists(q[:, :, start : start + most], keys, start, of, top_k, factor, bounds)
+        for start in range(0, rows, most)
+    ]  # fmt: skip
     return torch.cat(found, 2)
 
 
-def _lists(q: Tensor, keys: Tensor, start: int, of: Columns, top_k: int, factor: float) -> Tensor:
+def _lists(
+    q: Tensor, keys: Tensor, start: int, of: Columns, top_k: int, factor: float, bounds: Tensor | None
+) -> Tensor:  # fmt: skip
     """The lists of the rows from `start` on."""
     device, shift = q.device, of.k_len - of.q_len
     scores = (q.to(keys.dtype) @ keys) * factor
@@ -111,6 +155,9 @@ def _lists(q: Tensor, keys: Tensor, start: int, of: Columns, top_k: int, factor:
     dead = scores.isnan()
     if of.causal:
         dead = dead | (token > last[:, None])
+    own = None if bounds is None else bounds[:, start : start + rows].long()
+    if own is not None:
+        dead = dead | (token < own[0][:, None]) | (token >= own[1][:, None])
     scores = scores.masked_fill(dead, -torch.inf)
     padding = (0, -cols % of.span, 0, -rows % of.rows)
     scores = torch.nn.functional.pad(scores, padding, value=-torch.inf)
@@ -120,8 +167,8 @@ def _lists(q: Tensor, keys: Tensor, start: int, of: Columns, top_k: int, factor:
     first = start * of.row_tokens + torch.arange(scores.shape[2], device=device) * size
     ends = torch.stack([first, (first + size).clamp(max=of.q_len) - 1]) + shift
     block = torch.arange(scores.shape[3], device=device)
-    tokens = of.span * of.column_tokens
-    forced = forced_blocks(block, ends[0][:, None], ends[1][:, None], tokens, of)
+    of_lists = None if own is None else own[:, :: of.rows, None]
+    forced = _forced_blocks(block, ends[0][:, None], ends[1][:, None], of, of_lists)
     scores = torch.where(scores > -torch.inf, scores.clamp(max=torch.finfo(scores.dtype).max), scores)
     scores = scores.masked_fill(forced, torch.inf)
     best, index = scores.sort(dim=-1, descending=True, stable=True)
@@ -129,9 +176,13 @@ def _lists(q: Tensor, keys: Tensor, start: int, of: Columns, top_k: int, factor:
     return torch.nn.functional.pad(index, (0, top_k - index.shape[3]), value=-1)
 
 
-def forced_blocks(block: Tensor, first: Tensor, last: Tensor, tokens: int, of: Columns) -> Tensor:
-    """Which blocks of `tokens` keys a list always has, if its queries are at the positions `first` to `last`."""
+def _forced_blocks(block: Tensor, first: Tensor, last: Tensor, of: Columns, bounds: Tensor | None) -> Tensor:
+    """Which blocks a list always has, if its queries are at the positions `first` to `last`."""
+    tokens = of.span * of.column_tokens
     own_first, own_last = (torch.div(x, tokens, rounding_mode="floor") for x in (first, last))
     near = (block > own_first - of.near) & (block < own_last + (1 if of.causal else of.near)) & (of.near > 0)
     open_ = (block * tokens <= last) if of.causal else torch.ones_like(near)
-    return ((block < of.sinks) | near) & open_
+    if bounds is None:
+        return ((block < of.sinks) | near) & open_
+    open_ = open_ & (block * tokens >= bounds[0]) & (block * tokens < bounds[1])
+    return ((block < bounds[0] // tokens + of.sinks) | near) & open_

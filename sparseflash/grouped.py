@@ -56,7 +56,8 @@ def selected_attention(
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
         dropout_p, seed: as for `attention`; other weights are dropped than by `attention` with the same seed.
-        scores: score modifications: temperature, softcap, key_bias (shared by the heads of a group), bias and sink.
+        scores: score modifications, but tile_bias, and a key_bias only if the heads of a group share it. Positions
+            are those of q and k, also with `cu_seqlens`.
         cu_seqlens: the running sums of the lengths of sequences that lie one behind the other, from 0 to `Nq = Nk`,
             integers `[S + 1]`. Positions and blocks are then those within a sequence: each begins with block 0, and a
             query sees keys of its own sequence only. Sequences may begin anywhere.
@@ -89,17 +90,19 @@ def selected_attention(
 
     causal = flag(causal, "causal")
     sizes, placed = Sizes(batch, heads, q_len, k_len, q.device), _as_it_is
-    stop = None
+    stop, tokens = None, None
     if cu_seqlens is not None:
         if q_len != k_len:
             raise ValueError(f"q and k must have the same tokens with cu_seqlens; got {q_len} and {k_len}.")
         of = _packed(cu_seqlens, k_len, span, causal, q.device)
         index = torch.where(index < 0, -1, index.long() + of.first[:, None])
         # Blocks of keys begin with their sequences. What lies between the sequences is dead.
-        placed = of.placed
+        placed, tokens = of.placed, of.placed(torch.arange(k_len, device=q.device))
         k, v = (placed(x.mT).mT.contiguous() for x in (k, v))
         k_len, stop = of.room, of.stop
-    changes, sink = (None, None) if scores is None else in_rows(scores_of(scores), sizes, kv_heads, rows, placed)
+    changes, sink = (
+        (None, None) if scores is None else in_rows(scores_of(scores), sizes, kv_heads, rows, placed, tokens)
+    )
     # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
     mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
     packed = torch.nn.functional.pad(

@@ -45,7 +45,7 @@ def sdpa(
 
     Args:
         query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 dimensions or more;
-            all before the heads are batch dimensions.
+            all before the heads are batch dimensions. As in PyTorch, sizes of 1 of these and of the heads are expanded.
         attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, whose
             dimensions, 2 or more, broadcast to `[..., Hq, Nq, Nk]`; or a floating tensor that is added to the scores.
             Entries of -inf in a floating tensor are dead; the others are added to live scores and receive gradients.
@@ -74,12 +74,7 @@ def sdpa(
         refuse(others, "sdpa", _REMEDIES)
     for name, x in (("query", query), ("key", key), ("value", value)):
         dense_tensor(x, name)
-    for x in (query, key, value):
-        if x.ndim != query.ndim or x.ndim < 2 or x.shape[:-3] != query.shape[:-3]:
-            raise ValueError(
-                "query, key and value must have the same dimensions before the heads: [..., heads, tokens, head dim]; "
-                f"got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
-            )
+    query, key, value = _expanded(query, key, value)
     leading = 4 - query.ndim
     batch = query.shape[:-3]
     if leading < 0:
@@ -97,7 +92,7 @@ def sdpa(
         raise ValueError(
             "is_causal must not be given with an attn_mask; got both. Pass attn_mask & masks.causal(Nq, Nk, offset=0)."
         )
-    if not flag(enable_gqa, "enable_gqa") and q.shape[1] != k.shape[1]:
+    if not flag(enable_gqa, "enable_gqa") and k.shape[1] not in (1, q.shape[1]):
         raise ValueError(
             f"query must have as many heads as key unless enable_gqa=True; got {q.shape[1]} and {k.shape[1]}."
         )
@@ -110,6 +105,33 @@ def sdpa(
         mask, added = live_and_bias(attn_mask, q.shape[2], k.shape[2], block, device=q.device)
     out = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, scores=added, backend=backend)
     return out[(0,) * leading] if leading >= 0 else out.unflatten(0, batch)
+
+
+def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with the same batch dimensions; with the same heads, too, unless k and v share one."""
+    every = query, key, value
+    shown = f"got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
+    if any(x.ndim != query.ndim or x.ndim < 2 for x in every):
+        raise ValueError(
+            "query, key and value must have the same number of dimensions, [..., heads, tokens, head dim]; " + shown
+        )
+    heads = [x.shape[-3] if x.ndim > 2 else 1 for x in every]
+    is_shared = heads[1] == heads[2] and heads[0] >= heads[1]  # each key head is of one query head or of several
+    if is_shared and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        return every  # what nearly all calls have
+    try:
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in every))
+    except RuntimeError:
+        raise ValueError(
+            "query, key and value must have the same dimensions before the heads, or 1: [..., heads, tokens, head "
+            f"dim]; {shown}"
+        ) from None
+    query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in every)
+    if not is_shared:
+        query, key, value = (
+            x.expand(*batch, max(heads), -1, -1) if own == 1 else x for x, own in zip((query, key, value), heads)
+        )
+    return query, key, value
 
 
 _OWN = "it has the arguments of PyTorch's own attention. Use attention, which has the others"

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_device, integers, plain_tensor
+from sparseflash.blockmask.arguments import Block, block_pair, checked_device, plain_tensor
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
+from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
 from sparseflash.masks.causal import causal
 from sparseflash.masks.chunked import chunked
@@ -32,7 +33,6 @@ _NESTED = (causal, local, dilated, chunked, streaming, a_shape)  # the mask of n
 _masks = BoundedDict(32)  # by lengths, pattern, its version, block and device
 _versions = BoundedDict(32)  # of patterns: what they captured when their masks were made, and a number for it
 _numbers = count(1)
-_sums = BoundedDict(32)  # the running sums of tensors on GPUs, by id: every layer passes the same tensor
 
 
 @overload
@@ -304,17 +304,3 @@ def _longest_of(sizes: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[int
             power = q_size.bit_length()
             longest[power] = max(q_size, longest.get(power, 0))
     return {(q, k): (longest[q.bit_length()],) * 2 if q == k else (q, k) for q, k in dict.fromkeys(sizes) if q and k}
-
-
-def running_sums(values: Any, name: str) -> tuple[int, ...]:
-    """Running sums as Python integers, checked. A tensor on a GPU is read again only after it was written to."""
-    remembered = isinstance(values, Tensor) and values.device.type != "cpu" and not values.is_inference()
-    if remembered and (found := _sums.get(id(values))) is not None and found[1] == values._version:
-        return found[2]  # type: ignore[no-any-return]
-    sums = tuple(integers(values, name).tolist())
-    if len(sums) < 2 or sums[0] != 0 or any(a > b for a, b in pairwise(sums)):
-        shown = str(list(sums)) if len(sums) <= 8 else f"{str(list(sums[:8]))[:-1]}, ...]"
-        raise ValueError(f"{name} must be running sums that begin with 0 and do not decrease; got {shown}.")
-    if remembered:
-        _sums.put(id(values), (values, values._version, sums))  # the id is not reused while the tensor is kept
-    return sums

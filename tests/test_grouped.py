@@ -8,6 +8,8 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.block_index import mask_of_queries
+from sparseflash.scores.change import Sizes
+from sparseflash.scores.rows import _functions, in_rows
 from tests.drawn.masks import SEEDS
 from tests.watched.waiting import NoWaiting, assert_replays_as_called
 
@@ -110,9 +112,85 @@ def test_score_modifications_are_of_query_heads(group, packed, backend):
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
 
 
+def by_head(score, b, h, q, k, gain, shift):
+    return torch.where(q % 3 == 1, score * gain[h], score) + shift[h, (k - q).clamp(-2, 2) + 2] * score.sigmoid()
+
+
+def own_derivative(score, b, h, q, k, *tensors):
+    return 1 - torch.tanh(score / 3).square()
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_modifications_by_head_and_position_are_of_query_heads(group, packed, backend):
+    """Gradients, too, against `attention` with the mask of the same blocks, which takes them all."""
+    g, heads, sums = generator(0), 2 * group, [0, 13, 40]
+    q_len = 40 if packed else 33  # fewer queries than keys
+    q, k, v = (torch.randn(1, *n, 16, generator=g) for n in ((heads, q_len), (2, 40), (2, 40)))
+    index = torch.randint(-1, 3, (1, 2, q_len, 2), generator=g)
+    live = torch.zeros(1, heads, q_len, 40, dtype=torch.bool)
+    for start, stop in [(0, 13), (13, 40)] if packed else [(0, 40)]:
+        own = index[:, :, start:stop]
+        live[:, :, start : min(stop, q_len), start:stop] = live_of(own, group, 16, stop - start, True)
+    shapes = (heads,), (heads, 8), (heads, 5), (1, 1, 40)
+    leaves = [x.requires_grad_() for x in (q, k, v, *(torch.rand(shape, generator=g) / 2 for shape in shapes))]
+
+    def run(call, *given, **more):
+        q, k, v, slopes, table, shift, of_keys = leaves
+        relative = scores.relative(table, scores.t5_buckets(8, 20))
+        kinds = (
+            scores.alibi(slopes) + scores.softcap(3.0) + scores.key_bias(of_keys) + scores.sink(slopes),
+            scores.log_decay(slopes) + relative + scores.function(by_head, slopes, shift),
+            relative + scores.function(lambda score, *_: 3 * torch.tanh(score / 3), derivative=own_derivative),
+        )
+        found = [x for each in kinds for x in call(q, k, v, *given, scores=each, return_lse=True, **more)]
+        dead = ~live.any(-1)
+        found[1::2] = [x.masked_fill(dead, 0) for x in found[1::2]]
+        return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
+
+    options = {"span": 16, "backend": backend} | ({"cu_seqlens": sums} if packed else {})
+    got = run(selected_attention, index, **options)
+    want = run(attention, BlockMask.from_dense(live, block=16), backend="reference")
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+
+
+def test_functions_of_rows_are_recorded_once():
+    q, k = (torch.randn(1, n, 10, 16, generator=generator(0)) for n in (4, 2))
+    change = scores.function(lambda score, b, h, q, k, gain: score * gain[h], torch.ones(4)) + scores.alibi(
+        torch.ones(4)
+    )
+    made = [in_rows(change, Sizes(1, 4, 10, 10, q.device), 2, 16, lambda x: x)[0].changes[0] for _ in range(2)]
+    assert made[0].identity is made[1].identity and made[0].kind == "function"
+    want = selected_attention(q, k, k, INDEX[:, :, :1], scores=change, backend="triton")
+
+    def run(q, k):
+        return selected_attention(q, k, k, INDEX[:, :, :1], scores=change, backend="triton")
+
+    compiled = torch.compile(run, backend="eager")
+    assert torch.equal(compiled(q, k), want)
+    known = len(_functions)
+    compiled(q, k)
+    assert len(_functions) == known
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: scores.tile_bias(torch.zeros(1, 1, 1, 16, 16), BlockMask.dense(10, block=16)), "tile_bias, which has"),
+        (lambda: scores.function(lambda s, *_: s, kernel=print), "a function with kernel=, which knows no rows of"),
+    ],
+)
+def test_modifications_that_know_no_rows_are_refused(made, words):
+    q, k = torch.zeros(1, 4, 10, 16), torch.zeros(1, 2, 10, 16)
+    with pytest.raises(ValueError, match=f"scores of selected_attention must not be {words}"):
+        selected_attention(q, k, k, INDEX[:, :, :1], scores=made())
+
+
 def test_a_key_bias_of_heads_that_share_keys_is_refused():
     q, k = torch.zeros(1, 4, 10, 16), torch.zeros(1, 2, 10, 16)
-    with pytest.raises(ValueError, match="got a key_bias for each query head, which must be shared by the heads"):
+    with pytest.raises(ValueError, match="must not be a key_bias for each query head of a group that shares its keys"):
         selected_attention(q, k, k, INDEX[:, :, :1], scores=scores.key_bias(torch.zeros(1, 4, 10)))
 
 

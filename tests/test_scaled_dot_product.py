@@ -66,6 +66,24 @@ def test_other_arguments_are_those_of_pytorch():
     assert dropped.std() > 0.05  # without dropout every row is 1
 
 
+@given(
+    batch=st.lists(st.tuples(*[st.booleans()] * 3), min_size=0, max_size=3), heads=st.tuples(*[st.booleans()] * 3),
+    masked=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@example(batch=[(False, True, True)], heads=(False, False, False), masked=True, seed=0)
+@example(batch=[(False, False, True)], heads=(False, True, True), masked=False, seed=0)
+def test_sizes_of_one_are_expanded_as_in_pytorch(batch, heads, masked, seed):
+    shapes = [
+        (*(1 if of[n] else size for of, size in zip(batch, (2, 3, 2))), 1 if heads[n] else 4, tokens, 16)
+        for n, tokens in enumerate((20, 30, 30))
+    ]
+    q, k, v = drawn(*shapes, seed=seed)
+    live = torch.rand(20, 30, generator=torch.Generator().manual_seed(seed)) < 0.7 if masked else None
+    if live is not None:
+        live[:, 0] = True
+    same(sdpa(q, k, v, live, block=16), F.scaled_dot_product_attention(q, k, v, live), [q, k, v])
+
+
 def test_a_mask_of_the_library_is_used_as_it_is():
     q, k, v = drawn(*[(2, 3, 40, 16)] * 3)
     mask = masks.butterfly(40, block=16)
@@ -155,7 +173,8 @@ def test_what_cannot_be_is_refused_with_advice():
         ({"attn_mask": torch.full((20, 20), torch.inf)}, ValueError, "finite numbers and -inf only; got NaN or"),
         ({"attn_mask": torch.ones(20, 20, device="meta")}, ValueError, "attn_mask must hold numbers; got a tensor on"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False; got 1"),
-        ({"key": k[0]}, ValueError, "must have the same dimensions before the heads"),
+        ({"key": k[0]}, ValueError, "must have the same number of dimensions, "),
+        ({"query": torch.cat([q, q[:1]])}, ValueError, "must have the same dimensions before the heads, or 1: "),
         ({"key": k[:, :2], "value": v[:, :2]}, ValueError, "as key unless enable_gqa=True; got 4 and 2"),
         ({"value": None}, TypeError, "value must be a tensor; got NoneType"),
     ):

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparseflash
 from sparseflash import BlockMask, attention, attention_varlen, masks, scores, testing, varlen
+from sparseflash.blockmask import running_sums
 from sparseflash.blockmask.ops.place import place
 from sparseflash.pattern import mask_of_lengths
 from sparseflash.scores.change import scores_of
@@ -319,8 +320,8 @@ def test_running_sums_that_are_written_to_are_read_again():
     sums = torch.tensor([0, 30, 100]).as_subclass(Elsewhere)
     reads = []
     with pytest.MonkeyPatch.context() as patch:
-        read = varlen.integers
-        patch.setattr(varlen, "integers", lambda values, name: (reads.append(name), read(values, name))[1])
+        read = running_sums.integers
+        patch.setattr(running_sums, "integers", lambda values, name: (reads.append(name), read(values, name))[1])
         for _ in range(2):
             assert varlen_mask(sums, block=16) == masks.documents([30, 70], block=16)
         assert len(reads) == 1

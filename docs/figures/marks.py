@@ -11,7 +11,8 @@ from pathlib import Path
 from docs.figures.stale import changes
 from docs.figures.store import RESULTS, ROOT, FigureError, Stored, figure, stored
 from docs.figures.table import rendered
-from docs.figures.tables import TABLES, TEXTS
+from docs.figures.tables import FILES, TABLES, TEXTS
+from docs.figures.tried import table as tried
 
 MARK = re.compile(r"<!-- (figure|table|text|runs?)(?:: ([^>]*?))? -->(.*?)<!-- /\1 -->", re.DOTALL)
 _KINDS = "(?:figure|table|text|runs?)"
@@ -28,6 +29,7 @@ _PIECE = re.compile(rf"(?P<mark>(?s:{MARK_TEXT}))|(?P<code>(?s:{_CODE}))", re.MU
 def pages() -> list[Path]:
     """The files in which figures may stand: the pages, and Python files for their docstrings."""
     written = [ROOT / "README.md", ROOT / "masks" / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
+    written += [RESULTS / "compile" / "README.md", *sorted((RESULTS / "tried").glob("*.md"))]
     python = (path for folder in ("sparseflash", "masks", "experiments") for path in (ROOT / folder).rglob("*.py"))
     return written + sorted(path for path in python if "<!-- figure:" in path.read_text(encoding="utf-8"))
 
@@ -117,6 +119,8 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         return found.text
     if kind == "text":
         return _defined(TEXTS, request)()
+    if kind == "table" and (request in FILES or request.startswith("tried/")):
+        return f"\n{FILES[request]() if request in FILES else tried(request.removeprefix('tried/'), results)}\n"
     if kind == "table":
         table = rendered(_defined(TABLES, request), results)
         page.cited |= table.files

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from docs.figures import versions
+from docs.figures import compiled, versions
 from docs.figures.table import Table
 
 _SIX = {"dense": "dense", "causal": "causal", "butterfly, 6.25 %": "butterfly", "local, 6.9 %": "local",
@@ -171,4 +171,8 @@ TABLES = {
         note="Speed relative to the first row, over the 12 cases of `speed --quick`.", last=versions.OTHERS,
     ),
 }  # fmt: skip
-TEXTS: dict[str, Callable[[], str]] = {"triton-versions": versions.sentence}
+TEXTS: dict[str, Callable[[], str]] = {
+    "triton-versions": versions.sentence, "compile/fits": compiled.fits, "compile/spills": compiled.spills,
+}  # fmt: skip
+# Tables of files that are no runs; those of ideas that were tried are named tried/TOPIC/SECTION.
+FILES: dict[str, Callable[[], str]] = {"compile/forwards": compiled.forwards}

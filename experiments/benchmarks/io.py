@@ -14,16 +14,16 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen, passes
 from experiments.training.layers.attention import ElementMask, standard_attention
-from sparseflash import BlockMask, attention, masks
+from sparseflash import BlockMask, attention, explain, masks
 from sparseflash.analysis import bytes_moved, flops
 
 STANDARD, DENSE, BUTTERFLY = "standard", "dense", "butterfly"
@@ -68,38 +68,22 @@ def every_density(case: Case) -> list[Case]:
     return first + [replace(case, kind=BUTTERFLY, factors=factors) for factors in range(most, -1, -1)]
 
 
-@dataclass(frozen=True)
-class Calls:
-    forward: Callable[[], Tensor]
-    both: Callable[[], tuple[Tensor, ...]]
-
-
-def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
+def calls_of(case: Case, device: torch.device, seed: int = 0) -> dict[str, Callable[[], Any]]:
+    """`forward`: the output. `both`: the gradients of q, k and v."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.numbers) for _ in range(4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    mask = case.mask().to(device) if case.kind not in (STANDARD, DENSE) else None
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if case.kind == STANDARD:
-            return standard_attention(q, k, v, ElementMask(None))
-        return attention(q, k, v, mask)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return run(*inputs)
-
-    def both() -> tuple[Tensor, ...]:
-        out = run(*inputs)
-        return out.detach(), *torch.autograd.grad(out, inputs, dout)
-
-    return Calls(forward, both)
+    if case.kind == STANDARD:
+        return passes(partial(standard_attention, *inputs, ElementMask(None)), inputs, dout)
+    mask = case.mask().to(device) if case.kind != DENSE else None
+    return passes(partial(attention, *inputs, mask), inputs, dout)
 
 
 def largest_difference(case: Case, device: torch.device) -> float:
     """Between standard attention and ours dense, relative to the largest value."""
-    standard, ours = (calls_of(replace(case, kind=kind, factors=None), device).both() for kind in (STANDARD, DENSE))
+    both = [calls_of(replace(case, kind=kind, factors=None), device) for kind in (STANDARD, DENSE)]
+    standard, ours = ((each["forward"](), *each["both"]()) for each in both)
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))
 
 
@@ -124,8 +108,40 @@ class Cost:
         return self.forward_bytes + self.backward_bytes
 
 
-def cost(case: Case, held: int = 64) -> Cost:
-    """The cost if a program holds this many queries (forward, dq) or keys (dk, dv), or a block if that is smaller.
+@dataclass(frozen=True)
+class Kernels:
+    """The names of both passes' kernels, and how many queries (forward, dq) or keys (dk, dv) a program holds.
+
+    fused: one kernel for dk, dv and dq, which holds keys and adds dq in fp32.
+    """
+
+    forward: str = "portable"
+    backward: str = "portable"
+    held: int = 64
+    held_backward: int = 64
+    fused: bool = False
+
+    def names(self, which: str) -> str:
+        return (
+            self.forward if which == "forward" or self.forward == self.backward else f"{self.forward}, {self.backward}"
+        )
+
+
+def kernels_of(case: Case, capability: tuple[int, int] | None) -> Kernels:
+    """As `explain` says for a GPU of this compute capability; on a CPU, None, the portable kernels' shapes."""
+    if capability is None or case.kind == STANDARD:
+        return Kernels()
+    q = torch.empty(case.batch, case.heads, case.length, case.head_dim, dtype=case.numbers)
+    found = explain(q, q, q, None if case.kind == DENSE else case.mask(), capability=capability)
+    assert found.forward is not None and found.backward is not None
+    (forward,) = (each for each in found.kernels if each.kernel == "forward")
+    (of_keys,) = (each for each in found.kernels if each.kernel.startswith("dk"))
+    names = str(found.forward.family), str(found.backward.family)
+    return Kernels(*names, forward.block_m, of_keys.block_n, fused=of_keys.kernel.endswith("dq"))
+
+
+def cost(case: Case, kernels: Kernels | None = None) -> Cost:
+    """The cost if programs hold as many queries or keys as the kernels do, or a block if that is smaller.
 
     Ours forward: `sparseflash.analysis.bytes_moved`. Backward, with e bytes per number, N, D and s as there, and m
     queries or keys held:
@@ -135,6 +151,8 @@ def cost(case: Case, held: int = 64) -> Cost:
                     q, dout, lse, delta read for each live tile      (2 e D + 8) s N^2 / m
         dq          q, dout read, dq written                         3 e N D + 8 N
                     k, v read for each live tile                     2 e D s N^2 / m
+        or, fused   dq read and written in fp32 for each live tile   8 D s N^2 / m
+                    dq read in fp32 and written                      (e + 4) N D
 
     Standard attention writes its matrices out. Forward: write S, read S, write P, read P: `4 e N^2`. Backward: read P
     for dV, write dP, read P and dP, write dS, read dS for dQ and again for dK: `7 e N^2`; and q, k, v, out, dout and
@@ -145,11 +163,16 @@ def cost(case: Case, held: int = 64) -> Cost:
     if case.kind == STANDARD:
         product = 2 * n * n * d * heads
         return Cost(2 * product, 4 * product, heads * e * (4 * n * d + 4 * n * n), heads * e * (8 * n * d + 7 * n * n))
-    held = min(held, case.block)
+    kernels = kernels or Kernels()
+    held, held_backward = min(kernels.held, case.block), min(kernels.held_backward, case.block)
     moved = bytes_moved(mask, d, dtype=case.numbers, tile_queries=held, batch=case.batch, heads=case.heads)
     live = live_scores(mask) * heads
-    once = heads * (9 * e * n * d + 20 * n)
-    again = (4 * e * d + 2 * _FP32) * live // held
+    if kernels.fused:
+        once = heads * ((7 * e + _FP32) * n * d + 12 * n)
+        again = (2 * e * d + 2 * _FP32 * d + 2 * _FP32) * live // held_backward
+    else:
+        once = heads * (9 * e * n * d + 20 * n)
+        again = (4 * e * d + 2 * _FP32) * live // held_backward
     performed = [
         flops(mask, d, backward=backward, batch=case.batch, heads=case.heads, dtype=case.numbers).performed
         for backward in (False, True)
@@ -179,7 +202,7 @@ class Counted:
     l2: float
 
 
-def counted(case: Case, passes: str) -> Counted:
+def counted(case: Case, which: str) -> Counted:
     """Raises NoCountersError if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
@@ -190,7 +213,7 @@ def counted(case: Case, passes: str) -> Counted:
             tool, "--profile-from-start", "off", "--target-processes", "all", "--cache-control", "none",
             "--clock-control", "none", "--metrics", ",".join((_READ, _WRITTEN, _FROM_L2, _TO_L2)), "--csv",
             "--page", "raw", "--print-units", "base", "--log-file", str(log),
-            sys.executable, "-m", "experiments.benchmarks.io", "one", passes, json.dumps(asdict(case)),
+            sys.executable, "-m", "experiments.benchmarks.io", "one", which, json.dumps(asdict(case)),
         ]  # fmt: skip
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
@@ -275,9 +298,9 @@ def measure(bench: Bench, name: str, shape: Case, counters: bool) -> None:
 
 
 @app.command(hidden=True)
-def one(passes: str, case: str) -> None:
+def one(which: str, case: str) -> None:
     """Runs one case, so that ncu sees its kernels and no others."""
-    call = getattr(calls_of(Case(**json.loads(case)), torch.device("cuda")), passes)
+    call = calls_of(Case(**json.loads(case)), torch.device("cuda"))[which]
     for _ in range(2):
         call()  # compiles and plans
     torch.cuda.synchronize()
@@ -288,22 +311,18 @@ def one(passes: str, case: str) -> None:
 
 
 def way_of(case: Case, which: str, device: torch.device) -> Way:
-    """Inputs are made in the first call."""
-    made: list[Callable[[], object]] = []
-
-    def call() -> None:
-        if not made:
-            made.append(getattr(calls_of(case, device), which))
-        made[0]()
-
+    made = cache(lambda: calls_of(case, device)[which])  # in the first call, whose failure is recorded
     found = cost(case)
-    flops = found.flops if which == "both" else found.forward_flops
+    settings = {"flops": found.flops if which == "both" else found.forward_flops, "live": case.mask().density}
+    if case.kind != STANDARD and device.type == "cuda":
+        settings["kernels"] = kernels_of(case, torch.cuda.get_device_capability(device)).names(which)
     # Standard attention may run out of memory.
-    return Way(call, settings={"flops": flops, "live": case.mask().density}, peer=True)
+    return Way(lambda: made()(), settings=settings, peer=True)
 
 
 def count(bench: Bench, path: str, case: Case, *, counters: bool) -> None:
-    model = cost(case)
+    on_gpu = bench.device.type == "cuda"
+    model = cost(case, kernels_of(case, torch.cuda.get_device_capability(bench.device) if on_gpu else None))
     bench.add(f"{path}/modelled-bytes/forward/{case.way}", model.forward_bytes / 1e9, "GB")
     bench.add(f"{path}/modelled-bytes/both/{case.way}", model.bytes / 1e9, "GB")
     for which in ("forward", "both") if counters else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -37,82 +37,48 @@ class Case:
     score_mod: ScoreMod | None  # None: FlexAttention has none
 
 
-def cases(heads: int, mask: BlockMask, dtype: torch.dtype, names: Sequence[str]) -> list[Case]:
+def case(name: str, heads: int, mask: BlockMask, dtype: torch.dtype) -> Case:
+    """A modification with random tensors, the same ones for the same arguments."""
     generator = torch.Generator(mask.device).manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=mask.device, dtype=dtype).requires_grad_()
 
-    made = {
-        "alibi": _alibi, "fixed_alibi": _fixed_alibi, "softcap": _softcap, "sink": _sink, "table": _table,
-        "key_bias": _key_bias, "bias": _bias, "tile_bias": _tile_bias, "function": _function,
-    }  # fmt: skip
-    return [made[name](leaf, heads, mask) for name in names]
+    if name in ("alibi", "fixed_alibi"):  # fixed, as in most models
+        slopes = leaf(heads) if name == "alibi" else leaf(heads).detach()
+        learned = (slopes,) if name == "alibi" else ()
+        return Case(name, learned, lambda: scores.alibi(slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
+    if name == "softcap":
+        return Case(name, (), lambda: scores.softcap(50.0), lambda s, b, h, q, k: 50.0 * torch.tanh(s / 50.0))
+    if name == "sink":
+        logits = leaf(heads)
+        return Case(name, (logits,), lambda: scores.sink(logits), None)
+    if name == "table":
+        table, bucket = leaf(heads, 32), scores.t5_buckets(32, 128)
+        relative = scores.relative(table, bucket)
+        return Case(name, (table,), lambda: relative, lambda s, b, h, q, k: s + table[h, bucket(k - q)])
+    if name == "key_bias":
+        bias = leaf(1, heads, mask.k_len)
+        return Case(name, (bias,), lambda: scores.key_bias(bias), lambda s, b, h, q, k: s + bias[0, h, k])
+    if name == "bias":
+        bias = leaf(1, heads, mask.q_len, mask.k_len)
+        return Case(name, (bias,), lambda: scores.bias(bias), lambda s, b, h, q, k: s + bias[0, h, q, k])
+    if name == "tile_bias":  # FlexAttention reads the same tiles, by number
+        values = leaf(1, heads, len(mask.indices), mask.block_q, mask.block_k)
+        number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)  # right where a tile is live
 
+        def of_tile(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            tile = number[q // mask.block_q, k // mask.block_k]
+            return s + values[0, h, tile, q % mask.block_q, k % mask.block_k]
 
-Leaf = Callable[..., Tensor]
-
-
-def _alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    slopes = leaf(heads)
-    return Case(
-        "alibi", (slopes,), lambda: scores.alibi(slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
-    )  # fmt: skip
-
-
-def _fixed_alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """As in most models."""
-    return replace(_alibi(lambda *shape: leaf(*shape).detach(), heads, mask), name="fixed_alibi", learned=())
-
-
-def _softcap(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    return Case("softcap", (), lambda: scores.softcap(50.0), lambda s, b, h, q, k: 50.0 * torch.tanh(s / 50.0))
-
-
-def _sink(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    logits = leaf(heads)
-    return Case("sink", (logits,), lambda: scores.sink(logits), None)
-
-
-def _table(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    table, bucket = leaf(heads, 32), scores.t5_buckets(32, 128)
-    made = scores.relative(table, bucket)
-    return Case("table", (table,), lambda: made, lambda s, b, h, q, k: s + table[h, bucket(k - q)])
-
-
-def _key_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    values = leaf(1, heads, mask.k_len)
-    return Case(
-        "key_bias", (values,), lambda: scores.key_bias(values), lambda s, b, h, q, k: s + values[0, h, k]
-    )  # fmt: skip
-
-
-def _bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    values = leaf(1, heads, mask.q_len, mask.k_len)
-    return Case("bias", (values,), lambda: scores.bias(values), lambda s, b, h, q, k: s + values[0, h, q, k])
-
-
-def _tile_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """FlexAttention reads the same tiles, by number."""
-    values = leaf(1, heads, len(mask.indices), mask.block_q, mask.block_k)
-    number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)  # right where a tile is live
-
-    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        tile = number[q // mask.block_q, k // mask.block_k]
-        return s + values[0, h, tile, q % mask.block_q, k % mask.block_k]
-
-    return Case("tile_bias", (values,), lambda: scores.tile_bias(values, mask), score_mod)
-
-
-def _function(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """A gain of each head for nearby keys."""
-    gains = leaf(heads)
+        return Case(name, (values,), lambda: scores.tile_bias(values, mask), of_tile)
+    gains = leaf(heads)  # of each head, for nearby keys
 
     def near(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gain: Tensor) -> Tensor:
         return torch.where((q - k).abs() < 256, s * gain[h], s)
 
     made = scores.function(near, gains)
-    return Case("function", (gains,), lambda: made, lambda s, b, h, q, k: near(s, b, h, q, k, gains))
+    return Case(name, (gains,), lambda: made, lambda s, b, h, q, k: near(s, b, h, q, k, gains))
 
 
 OURS, FLEX = "sparseflash", "flex"
@@ -155,7 +121,7 @@ class Ways:
 
     def cases(self, names: Sequence[str]) -> list[Case]:
         q = self.leaves[0]
-        return cases(q.shape[1], self.mask, q.dtype, names)
+        return [case(name, q.shape[1], self.mask, q.dtype) for name in names]
 
     def plain(self, library: str) -> Attended:
         if library == FLEX:

@@ -48,7 +48,7 @@ class Row:
             return [(config, place)]
         first = place.with_name(f"{place.name}-hidden")
         hidden = HIDDEN[TASKS[config.task].side is not None]
-        before = replace(config, objective="denoise", hidden=hidden, minutes=self.pretraining)
+        before = replace(config, objective="denoise", hidden=hidden, minutes=self.pretraining, auxiliary=0.0)
         return [(before, first), (replace(config, initial=str(first)), place)]
 
 
@@ -105,7 +105,7 @@ def in_order(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[tuple[Config
 def table(out: Path) -> list[list[str]]:
     """All finished runs below a folder: every seed, mean and standard deviation, and the helps in columns."""
     lines = [[
-        "task", "mask", "of each seed", "mean", "validation", "positions", "inputs", "learned before", "minutes",
+        "task", "mask", "of each seed", "mean", "validation", "positions", "helps", "learned before", "minutes",
         "steps", "parameters", "best rule",
     ]]  # fmt: skip
     for each in collect(out):
@@ -122,7 +122,7 @@ def line(each: Accuracy) -> list[str]:
         f"{100 * each.mean:.1f}{spread}",
         "-" if each.validation is None else f"{100 * each.validation:.1f}",
         each.positions,
-        each.inputs,
+        each.helps,
         each.initial,
         f"{each.training_seconds / 60:.1f}",
         f"{each.steps:,}",

@@ -27,6 +27,7 @@ from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
+from experiments.lra.weights import store
 from experiments.measurements import current_run
 from experiments.measurements import write as write_record
 from experiments.training import series, tensor_files, tensorboard
@@ -260,6 +261,9 @@ def test_command(
         typer.Option(help="The run's mask if it is a function; the function runs only if it is named here."),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples at once.", show_default="the run's")] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Test this many, the first ones.", show_default="all")
+    ] = None,
     device: Device = "auto",
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write.", show_default="<run>/tests/<name of the data>.json")
@@ -279,12 +283,24 @@ def test_command(
         check_used(config, chosen, masks=(config.mask,), given_data=True)
         config = replace(config, **chosen)
         found_data = load(config.task, data, config.data)
-        with counting_bar(console, "Testing", len(found_data.test)) as progress:
-            found = evaluate.evaluate(weights, model, config, about, found_data, progress=progress)
+        with counting_bar(console, "Testing", min(examples or len(found_data.test), len(found_data.test))) as progress:
+            found = evaluate.evaluate(weights, model, config, about, found_data, first=examples, progress=progress)
         path = out or tensor_files.folder_of(weights) / "tests" / f"{found_data.folder.stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
     print_evaluated(console, found, path)
+
+
+@app.command("store")
+def store_command(
+    weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
+    out: Annotated[Path, typer.Option(help="Folder for the file.")],
+) -> None:
+    """Write a run's weights in half precision, to be kept beside its accuracy; `test` reads them."""
+    with short_errors():
+        require_single_process("store")
+        path = store(weights, out)
+    console.print(f"{path}: {path.stat().st_size:,} bytes", soft_wrap=True)
 
 
 @app.command("generate")

@@ -54,9 +54,15 @@ class Config(RunSettings):
         "brackets.",
     )
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
+    convolution: int = setting(
+        0,
+        "Window of a depthwise convolution after the embedding and in each layer, in tokens, or pixels along a side; "
+        "0: no convolution.",
+    )
     augment: str = setting(
         "none",
-        "Augmentation of training images: none, mirror (left and right), or square (all symmetries of a square).",
+        "Augmentation of training images: none, mirror (left and right), square (all symmetries of a square), or crops "
+        "(mirror, and moved by up to four pixels).",
     )
     background: str = setting("keep", "Images: keep black pixels as tokens, or drop them.")
 
@@ -67,9 +73,10 @@ class Config(RunSettings):
     hidden: float = setting(0.15, "For denoise: the share of hidden tokens.")
     auxiliary: float = setting(
         0.0,
-        "Generated Pathfinder: weight of a second training loss, the number of markers on each drawn pixel's curve. "
-        "0: answers only.",
+        "Weight of a second training loss. Generated Pathfinder: the number of markers on each drawn pixel's curve. "
+        "ListOps: the value of each operator's expression. 0: answers only.",
     )
+    label_smoothing: float = setting(0.0, "Share of each training answer that is spread over all classes.")
     initial: str | None = changed(
         RunSettings,
         "initial",
@@ -116,7 +123,7 @@ class Config(RunSettings):
         check_at_least(self, 1, ("eval_every", "eval_examples"))
         if not 0 < self.hidden < 1:
             raise ValueError(f"hidden must be above 0 and below 1; got {self.hidden}")
-        check_fractions(self, ("attention_dropout",))
+        check_fractions(self, ("attention_dropout", "label_smoothing"))
         check_at_least(self, 0, ("lr", "warmup", "auxiliary"))
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
@@ -138,8 +145,8 @@ class Config(RunSettings):
             raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
         if TASKS[self.task].side is None and self.augment != "none":
             raise ValueError(f"augment={self.augment} is for images; the task is {self.task}")
-        if self.auxiliary and not TASKS[self.task].pixel_classes:
-            raise ValueError(f"auxiliary={self.auxiliary} is for Pathfinder; the task is {self.task}")
+        if self.auxiliary and not TASKS[self.task].token_classes:
+            raise ValueError(f"auxiliary={self.auxiliary} is for ListOps and Pathfinder; the task is {self.task}")
         if self.auxiliary and self.objective != "classify":
             raise ValueError(f"auxiliary={self.auxiliary} needs objective=classify; got {self.objective}")
         if self.positions == "nested" and TASKS[self.task].brackets is None:
@@ -149,9 +156,25 @@ class Config(RunSettings):
                 "positions=nested are counted from the tokens, which objective=denoise hides; choose others, "
                 "--positions rotary say, here and in the run that begins with these weights"
             )
-
+        if self.convolution:
+            self._check_convolution()
         if self.context_parallel > 1:
             self._check_shared_sequences()
+
+    def _check_convolution(self) -> None:
+        """Raises ValueError for settings that do not allow it."""
+        if self.convolution < 3 or self.convolution % 2 == 0:
+            raise ValueError(f"convolution must be 0, or odd and at least 3; got {self.convolution}")
+        if self.context_parallel > 1:
+            raise ValueError("convolution must be 0 if context_parallel is above 1: no process has all neighbours")
+        task = TASKS[self.task]
+        if task.side is not None and (self.background == "drop" or self.shape.length != task.longest):
+            raise ValueError(
+                "convolution over an image needs all of its pixels and nothing else in a row: background=keep, "
+                f"no pool=cls, max_tokens={task.longest} and a block that divides it; "
+                f"got background={self.background}, pool={self.pool}, max_tokens={self.shape.max_tokens}, "
+                f"block={self.block}"
+            )
 
     def _check_shared_sequences(self) -> None:
         """Raises ValueError for settings that do not allow it."""

@@ -8,6 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -71,18 +72,21 @@ def evaluate(
     about: dict[str, Any],
     data: Data,
     *,
+    first: int | None = None,
     progress: Callable[[int], None] = lambda tested: None,
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
     path, model, config, about: from `opened`.
+    first: test this many examples, the first ones; None: all.
     progress: called with the number of tested examples.
 
     Losses are mean cross-entropies in nats. Raises ValueError for data that the model may have been trained on.
     """
     check_disjoint(path, about.get("seen"), fingerprint(data))
     device = next(model.parameters()).device
-    right, loss = answers(model, data.test, config, device, progress)
+    test = data.test if first is None else data.test.take(np.arange(min(first, len(data.test))))
+    right, loss = answers(model, test, config, device, progress)
     accuracy = float(right.double().mean())
     return {
         "task": data.task.name,
@@ -92,10 +96,11 @@ def evaluate(
         "mask": config.mask,
         "attention": config.attention,
         "objective": config.objective,
-        "pixel_labels": about["cost"].get("pixel_labels", False),
+        "token_labels": about["cost"].get("token_labels", False),
         "test_examples": len(right),
         "test_accuracy": accuracy,
         "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # the standard error
+        "accuracy_of_run": about.get("test_accuracy"),  # on the run's own test split
         "test_loss": loss,
         "baselines": [asdict(rule) for rule in baselines(data)],
         "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
@@ -132,7 +137,7 @@ def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
     """Accuracies by group, with the rules' accuracies, for groups with examples."""
     groups = []
     for number, name in enumerate(kinds.names):
-        chosen = right[torch.from_numpy(kinds.of_test == number)]
+        chosen = right[torch.from_numpy(kinds.of_test[: len(right)] == number)]
         if len(chosen):
             rules = {rule: accuracies[number] for rule, accuracies in kinds.rules.items()}
             accuracy = float(chosen.double().mean())

@@ -62,7 +62,7 @@ def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
         batch,
         ids=F.pad(batch.ids, (0, missing), value=PADDING),
         places=None if batch.places is None else F.pad(batch.places, (0, missing)),
-        pixel_labels=None if batch.pixel_labels is None else F.pad(batch.pixel_labels, (0, missing), value=NO_LABEL),
+        token_labels=None if batch.token_labels is None else F.pad(batch.token_labels, (0, missing), value=NO_LABEL),
     )
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from experiments.lra.config import Config
 from experiments.lra.data.batches import Batch
-from experiments.lra.pixel_labels import pixel_label_loss
+from experiments.lra.token_labels import token_label_loss
 from experiments.training.steps import Objective, Outcome, autocast
 
 
@@ -18,11 +18,12 @@ def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch
 
 def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
     """To minimise, and to log."""
-    logits, pixel_logits = outputs(model, batch, config)
-    loss = F.cross_entropy(logits, batch.labels)
+    logits, token_logits = outputs(model, batch, config)
+    smoothing = config.label_smoothing if config.objective == "classify" else 0.0
+    loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
     auxiliary = torch.zeros((), device=logits.device)
-    if pixel_logits is not None and batch.pixel_labels is not None:
-        auxiliary = pixel_label_loss(pixel_logits, batch.pixel_labels)
+    if token_logits is not None and batch.token_labels is not None:
+        auxiliary = token_label_loss(token_logits, batch.token_labels)
     total = loss + config.auxiliary * auxiliary if config.auxiliary else loss
     return total, Outcome.of(logits, batch.labels, loss, auxiliary)
 
@@ -36,5 +37,5 @@ def outputs(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Ten
     asked = () if batch.asked is None else (batch.asked,)
     with autocast(batch.ids.device, config.precision):
         found = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)
-    logits, pixel_logits = found if isinstance(found, tuple) else (found, None)
-    return logits.float(), None if pixel_logits is None else pixel_logits.float()
+    logits, token_logits = found if isinstance(found, tuple) else (found, None)
+    return logits.float(), None if token_logits is None else token_logits.float()

@@ -27,7 +27,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "data": run.fingerprint,
         "objective": run.config.objective,
         "initial": run.before,
-        "pixel_labels": run.has_seen_pixel_labels,
+        "token_labels": run.has_seen_token_labels,
         "mask": run.config.mask,
         "attention": run.config.attention,
         "density": run.mask.density,

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from experiments.lra.token_labels import labels_of
 from experiments.lra.weights import FILE
 
 
@@ -60,6 +61,8 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
             accuracies = [group["accuracy"], *group["rules"].values()]
             table.add_row(group["name"], f"{group['examples']:,}", *(f"{value:.3f}" for value in accuracies))
         console.print(table)
+    if found["accuracy_of_run"] is not None:
+        console.print(f"The run itself, on its own test split: {found['accuracy_of_run']:.3f}")
     if found["trained_on"] is None:
         console.print("[yellow]Its file does not say what it was trained on:[/yellow] see that it was nothing of this.")
     console.print(f"Written to {path}", soft_wrap=True)
@@ -97,7 +100,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 def supervision(metrics: dict[str, Any]) -> str:
     """Labels beside the answers, as part of a title."""
-    return ", pixel labels in training" if metrics.get("pixel_labels") else ""
+    return f", {labels_of(metrics['task'])} in training" if metrics.get("token_labels") else ""
 
 
 def add_baselines(table: Table, metrics: dict[str, Any]) -> None:

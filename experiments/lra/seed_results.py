@@ -59,7 +59,7 @@ def summary(runs: Sequence[Metrics]) -> Metrics:
             }
             for each in runs
         ],
-        "pixel_labels": first.get("pixel_labels", False),
+        "token_labels": first.get("token_labels", False),
         "config": {name: value for name, value in first["config"].items() if name != "seed"},
         "versions": first["versions"],
     }

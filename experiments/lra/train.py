@@ -27,10 +27,10 @@ from experiments.lra.denoise import hidden_for_scoring, hidden_for_training
 from experiments.lra.graph_steps import steps_of
 from experiments.lra.metrics import final_metrics
 from experiments.lra.model.build import build_model, build_optimizer, mask_of
-from experiments.lra.pixel_labels import pixel_labels_of
 from experiments.lra.scoring import Score, score
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Data
+from experiments.lra.token_labels import token_labels_of
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.fingerprint import check_same_data
@@ -82,7 +82,7 @@ class Run(Trainer[Batch]):
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
         # The first process may store them.
-        self.pixel_classes = ranks.first_before_others(lambda: pixel_labels_of(data)) if config.auxiliary else None
+        self.token_classes = ranks.first_before_others(lambda: token_labels_of(data)) if config.auxiliary else None
         sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
         self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)
         self.mask = mask_of(config)
@@ -137,7 +137,7 @@ class Run(Trainer[Batch]):
         if config.augment != "none" and side is not None:
             turning = Turning(config.augment, side, config.seed, config.batch, self.ranks.share)
         step = self.state.step
-        batches = training_batches(self.data.train, self.shape, self.order, step, turning, self.pixel_classes)
+        batches = training_batches(self.data.train, self.shape, self.order, step, turning, self.token_classes)
         if config.objective == "denoise":
             share = self.ranks.data_parallel_rank
             return hidden_for_training(batches, self.shape, config.hidden, config.seed, step, share)
@@ -181,21 +181,22 @@ class Run(Trainer[Batch]):
         return self.state.step if self.best is None else self.best.step
 
     @property
-    def has_seen_pixel_labels(self) -> bool:
+    def has_seen_token_labels(self) -> bool:
         """In this run or an earlier one."""
-        return self.config.auxiliary > 0 or bool((self.before or {}).get("pixel_labels"))
+        return self.config.auxiliary > 0 or bool((self.before or {}).get("token_labels"))
 
     def _write_result(self) -> dict[str, Any]:
         cost = {
             "steps": self.state.step,
             "tested_step": self.tested_step,
             "seconds": self.state.seconds,
-            "pixel_labels": self.has_seen_pixel_labels,
+            "token_labels": self.has_seen_token_labels,
             "before": weights.runs_before(self.before),
         }
         seen = [*((self.before or {}).get("seen") or ()), self.fingerprint]
         with self._tested():
-            weights.save(self.folder / weights.FILE, self.model, self.config, cost, seen)
+            accuracy = self.log.of_kind("test")[-1]["accuracy"]
+            weights.save(self.folder / weights.FILE, self.model, self.config, cost, seen, accuracy)
         metrics = final_metrics(self)
         write_json(self.folder / "metrics.json", metrics)
         return metrics

@@ -27,17 +27,41 @@ _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
 }
-_COSTS = ("objective", "steps", "tested_step", "seconds", "pixel_labels")
+_COSTS = ("objective", "steps", "tested_step", "seconds", "token_labels")
 _HEADS = ("head.", "namer.", "tracer.")
 
 
-def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
-    """With settings, costs and training data.
+def save(
+    path: Path,
+    model: nn.Module,
+    config: Config,
+    cost: dict[str, Any],
+    seen: Sequence[dict[str, str]],
+    test_accuracy: float,
+) -> None:
+    """With settings, costs, training data and the accuracy on the test split.
 
     cost: plain values. seen: fingerprints of the data of this and earlier runs.
     """
-    about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}
+    about = {
+        "kind": KIND,
+        "config": as_dict(config),
+        "cost": cost,
+        "seen": list(seen),
+        "test_accuracy": test_accuracy,
+    }
     tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
+
+
+def store(path: Path, folder: Path) -> Path:
+    """Weights in half precision, to be kept: rounded to fp16, half the bytes. Raises ValueError for other files."""
+    tensors, about = tensor_files.read(path, KIND, "config", "cost")
+    stored = folder / FILE
+    if stored in tensor_files.files(path):
+        raise ValueError(f"the folder must be another one than the run's; got {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensor_files.write(stored, {name: each.half() for name, each in tensors.items()}, about)
+    return stored
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ very long rows and code that torch.compile traces (which fuses the operations it
 - `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
 - `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.
 - `index`: sorts the lists of chosen blocks, and makes the arrays of the mask.
-- `select`: the best blocks of each list, from queries and keys.
+- `select`: the best blocks of each list, from queries and keys; `tile_scores`: the scores of a tile of keys.
+- `block_scores`: the same for long lists, by `largest`: the largest scores of each row, however many.
+- `summed_scores`: scores that are summed over heads, of an indexer or of compressed keys.
 
 May import `tiling`, `sparseflash.blockmask`, and of the Triton backend `device`, `launcher` and `device_functions`. For
 the families that choose.

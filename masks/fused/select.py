@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.device import multiplies_in_tf32
-from sparseflash.backends.triton.device_functions.arithmetic import floor_divide
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
+from sparseflash.masks.fused.tile_scores import scores_of_blocks
 
 if TYPE_CHECKING:
     from sparseflash.masks.tiling.columns import Columns
@@ -23,28 +23,58 @@ _LAST = tl.constexpr(2**31 - 1)
 _FP32 = "ieee" if INTERPRETED else "bf16x6"  # of products in full fp32: see backends/triton/device_functions/fp32_split
 
 
-def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float) -> Tensor:
-    """int32 `[B, Hq, lists, top_k]`, as `select_blocks` returns them. q and k have the columns of the scores."""
-    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
-    (batch, heads, rows, dim), (_, kv_heads, cols, _) = q.shape, k.shape
-    index = torch.empty(batch, heads, of.lists, top_k, dtype=torch.int32, device=q.device)
-    padded = max(16, 1 << (dim - 1).bit_length())
-    block_n = min(128, max(64, of.span)) if padded <= 128 and q.element_size() == 2 else 32
-    candidates = max(1, block_n // of.span)
-    kept = max(candidates, 1 << (top_k - 1).bit_length())
-    block_m = max(of.rows, min(64, 2048 // kept))  # a sort has twice as many numbers as blocks are kept
+class Constants(NamedTuple):
+    """The constants of a tile of queries: see `tile_scores.scores_of_blocks`."""
+
+    rows: int
+    span: int
+    causal: bool
+    documents: bool
+    dim: int
+    padded_dim: int
+    block_m: int
+    block_n: int
+    candidates: int
+    precision: str
+    far: bool
+
+
+def constants_of(q: Tensor, k: Tensor, of: Columns, bounds: Tensor | None, block_m: int, block_n: int) -> Constants:
+    """The constants for tiles of `block_m` rows and `block_n` columns."""
+    padded = max(16, 1 << (q.shape[3] - 1).bit_length())
     precision = _FP32 if q.dtype == torch.float32 and not multiplies_in_tf32() else "tf32"
     far = max(x.shape[2] * x.stride(2) for x in (q, k)) >= 2**31
-    constants = (
-        of.rows, of.span, of.causal, dim, padded, block_m, block_n, candidates, kept, precision, far
+    return Constants(
+        of.rows, of.span, of.causal, bounds is not None, q.shape[3], padded, block_m, block_n,
+        max(1, block_n // of.span), precision, far,
     )  # fmt: skip
+
+
+def columns_of_a_tile(q: Tensor, of: Columns) -> int:
+    """Columns that are multiplied at once."""
+    return min(128, max(64, of.span)) if q.shape[3] <= 128 and q.element_size() == 2 else 32
+
+
+def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None) -> Tensor:
+    """int32 `[B, Hq, lists, top_k]`, as `select_blocks` returns them. q and k have the columns of the scores.
+
+    bounds: int32 `[2, rows]`, where the document of each row begins and ends, in keys; or None.
+    """
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    (batch, heads, rows, _), (_, kv_heads, cols, _) = q.shape, k.shape
+    index = torch.empty(batch, heads, of.lists, top_k, dtype=torch.int32, device=q.device)
+    block_n = columns_of_a_tile(q, of)
+    kept = max(1, block_n // of.span, 1 << (top_k - 1).bit_length())
+    block_m = max(of.rows, min(64, 2048 // kept))  # a sort has twice as many numbers as blocks are kept
+    constants = *constants_of(q, k, of, bounds, block_m, block_n), kept
     tiles = -(-rows // block_m)
     _kernel(
-        constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16, q.device
+        constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16,
+        0 if bounds is None else bounds.data_ptr() % 16, q.device,
     ).start(
-        batch * heads * tiles, q, k, index, heads, heads // kv_heads, tiles, rows, cols, of.q_len, of.k_len - of.q_len,
-        of.row_tokens, of.column_tokens, of.lists, of.blocks, of.sinks, of.near, top_k, factor, *q.stride()[:3],
-        *k.stride()[:3], *constants,
+        batch * heads * tiles, q, k, bounds, index, heads, heads // kv_heads, tiles, rows, cols, of.q_len,
+        of.k_len - of.q_len, of.row_tokens, of.column_tokens, of.lists, of.blocks, of.sinks, of.near, top_k, factor,
+        *q.stride()[:3], *k.stride()[:3], *constants,
     )  # fmt: skip
     return index
 
@@ -81,12 +111,14 @@ def _merged(best, added, LISTS: tl.constexpr, KEPT: tl.constexpr):
     ]
 )  # fmt: skip
 def select_kernel(
-    q_ptr, k_ptr, index_ptr,  # [B, Hq, rows, D], [B, Hkv, cols, D]; int32 [B, Hq, lists, top_k], written
+    q_ptr, k_ptr,  # [B, Hq, rows, D], [B, Hkv, cols, D]
+    bounds_ptr,  # int32 [2, rows]: where the document of each row begins and ends; None without DOCUMENTS
+    index_ptr,  # int32 [B, Hq, lists, top_k], written
     heads, group, tiles, rows, cols, q_len, shift, row_tokens, column_tokens, lists, blocks, sinks, near, top_k, factor,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
-    ROWS: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CANDIDATES: tl.constexpr, KEPT: tl.constexpr,
-    PRECISION: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr,
+    PADDED_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CANDIDATES: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Writes the lists of a tile of queries.
 
@@ -116,41 +148,31 @@ def select_kernel(
     last = tl.minimum(first + ROWS * row_tokens, q_len) - 1 + shift
     first += shift
     tokens = SPAN * column_tokens
-    own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
-    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)  # empty without `near`
 
     end = blocks
     if CAUSAL:
         latest = tl.minimum((first_row + BLOCK_M) * row_tokens, q_len) - 1 + shift
         end = tl.minimum(blocks, tl.where(latest >= 0, latest // tokens + 1, 0))
+    origin = 0
+    begin, stop = position, position  # not read without DOCUMENTS
+    if DOCUMENTS:
+        begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
+        stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
+        end = tl.minimum(end, (tl.max(stop, 0) + tokens - 1) // tokens)
+        origin = tl.load(bounds_ptr + first_row) // tokens // KEPT * KEPT  # documents are in order
     best = tl.full([LISTS, KEPT], _NONE, tl.int64)
     slot = tl.arange(0, KEPT)
-    for start in range(0, end, KEPT):
+    for start in range(origin, end, KEPT):
         added = tl.full([LISTS, KEPT], _NONE, tl.int64)
         for step in range(0, STEPS * PARTS):
-            col = (start * SPAN + step * BLOCK_N) + tl.arange(0, BLOCK_N)
-            wide_col = col
-            if FAR:
-                wide_col = col.to(tl.int64)
-            k = tl.load(
-                k_ptr + (wide_col * k_stride_n)[:, None] + dims[None, :],
-                mask=(col < cols)[:, None] & (dims < D)[None, :], other=0.0,
+            block = start + step // PARTS * CANDIDATES
+            found = scores_of_blocks(
+                q, k_ptr, row, first, last, position, begin, stop, start * SPAN + step * BLOCK_N, block, rows, cols,
+                blocks, sinks, near, column_tokens, factor, k_stride_n,
+                ROWS, SPAN, CAUSAL, DOCUMENTS, D, PADDED_D, BLOCK_M, BLOCK_N, CANDIDATES, PRECISION, FAR,
             )  # fmt: skip
-            scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
-            live = (row < rows)[:, None] & (col < cols)[None, :] & (scores == scores)
-            if CAUSAL:
-                live = live & ((col * column_tokens)[None, :] <= position[:, None])
-            scores = tl.where(live, scores, float("-inf"))
-            of_blocks = tl.max(scores.reshape(LISTS, ROWS, CANDIDATES, BLOCK_N // CANDIDATES), 3)
-            found = tl.max(of_blocks, 1)  # [LISTS, CANDIDATES]
-            block = start + step // PARTS * CANDIDATES + tl.arange(0, CANDIDATES)[None, :]
-            close = (block > own_first[:, None] - near) & (block < near_end[:, None])
-            forced = ((block < sinks) | close) & (block < blocks)
-            if CAUSAL:
-                forced = forced & (block * tokens <= last[:, None])
-            finite = tl.minimum(found, 3.4028234663852886e38)
-            key = _ordered(tl.where(forced, float("inf"), finite), tl.broadcast_to(block, found.shape))
-            key = tl.where(forced | (found > float("-inf")), key, _NONE)
+            each = tl.broadcast_to(block + tl.arange(0, CANDIDATES)[None, :], found.shape)
+            key = tl.where(found > float("-inf"), _ordered(found, each), _NONE)
             spread = tl.broadcast_to(key[:, None, :], (LISTS, STEPS, CANDIDATES)).reshape(LISTS, KEPT)
             # Of the parts of one block the best counts.
             mine = (slot // CANDIDATES == step // PARTS)[None, :]

@@ -13,7 +13,7 @@ from sparseflash.blockmask import BlockMask
 
 @dataclass(frozen=True)
 class Spread:
-    """The least, mean and most of a count over the block rows or columns.
+    """A count's least, mean and most over the block rows or columns.
 
     >>> Spread(least=1, mean=2.5, most=5).ratio
     2.0
@@ -31,7 +31,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Load:
-    """The work of the block rows or of the block columns: live tiles, live scores, and the share that has neither.
+    """Work of the block rows or columns: live tiles, live scores, and the share that has neither.
 
     >>> print(Load(tiles=Spread(1, 2.5, 5), scores=Spread(100, 250.0, 500), empty=0.0))
     1 to 5 tiles (mean 2.5, most/mean 2), 0 % empty
@@ -75,9 +75,9 @@ def balance(mask: BlockMask) -> tuple[Balance, ...]:
     >>> print(balance(mask)[0])
     rows: 1 to 4 tiles (mean 2.5, most/mean 1.6), 0 % empty; columns: 1 to 4 tiles (mean 2.5, most/mean 1.6), 0 % empty
 
-    A program computes one block row in the forward pass, and one block column for dK and dV. The GPU starts the longest
-    first, so a ratio of two (causal) costs nothing. But if a single row holds more than one multiprocessor's share of
-    the work, the others wait for it.
+    The forward computes one block row a program, dK and dV one block column. The GPU starts the longest first, so a
+    ratio of two (causal) costs nothing. A single row with more than one multiprocessor's share of the work makes the
+    others wait.
     """
     found = []
     for walk in walks(mask):

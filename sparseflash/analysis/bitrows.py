@@ -1,7 +1,7 @@
 """Boolean matrices with one bit per entry, so that 8192 x 8192 entries take 8 MB.
 
-A matrix of n columns is uint64 `[rows, ceil(n / 64)]`; entry j of a row is bit `j % 64` of word `j // 64`, and bits
-past n are 0. Words are little-endian, so that the bytes of a row hold its bits in order.
+A matrix of n columns is uint64 `[rows, ceil(n / 64)]`; entry j of a row is bit `j % 64` of word `j // 64`; bits past n
+are 0. Words are little-endian, so a row's bytes hold its bits in order.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def count(bits: Bits, width: int) -> int:
 def product(a: Bits, b: Bits) -> Bits:
     """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a.
 
-    Eight bits of a that are all set stand for one union of eight rows of b, eight unions of eight for one of 64, and so
-    on: long runs of bits, as windows have, cost little more than their ends.
+    Eight set bits of a stand for one union of eight rows of b, eight such unions for one of 64, and so on, so long runs
+    of bits, as in windows, cost little more than their ends.
     """
     levels = [(a, b)]
     while (whole := (bits := levels[-1][0].view(np.uint8))[:, : len(b) // 8] == 255).any():
@@ -136,8 +136,8 @@ def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
 def _add_product(result: Bits, a: Bits, b: Bits) -> None:
     """Adds the product to `result`, 64 rows of b at a time.
 
-    Rows of the result that equal the union of b's rows cannot grow. The function looks for them after 1, 2, 4, ...
-    steps, because a look reads the whole result, and leaves them out if they are more than half.
+    Rows that equal the union of b's rows cannot grow. They are looked for after 1, 2, 4, ... steps, because a look
+    reads the whole result, and left out if they are more than half.
     """
     every = np.bitwise_or.reduce(b, axis=0)
     where, taken, part, by_word = np.arange(len(a)), 0, result, np.ascontiguousarray(a.T)

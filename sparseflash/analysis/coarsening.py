@@ -35,7 +35,7 @@ class Coarsening:
 
     @property
     def over_coverage(self) -> float:
-        """Computed scores per live score; 1.0 means no waste (also for a mask without live scores)."""
+        """Computed scores per live score; 1.0 is no waste, also without live scores."""
         return self.computed_scores / self.live_scores if self.live_scores else 1.0
 
     def __str__(self) -> str:
@@ -54,8 +54,8 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     blocks of 64: 46 live tiles, 10.87 computed per live score
     blocks of 256: 10 live tiles, 37.8 computed per live score
 
-    A tile is live if any of its scores is. So a coarser block computes more dead scores, while a finer one has a longer
-    index and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.
+    A tile is live if any of its scores is. A coarser block computes more dead scores; a finer one has a longer index
+    and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.
 
     Args:
         mask: any mask.
@@ -94,11 +94,9 @@ def live_parts(walk: Walk, part_q: int, part_k: int) -> Tensor:
 
 
 def _live_tiles(walk: Walk, parts: Tensor, block_q: int, block_k: int, col_blocks: int) -> int:
-    """The number of live tiles of `block_q x block_k`, given the live parts, which are at most that large."""
     merged_q, merged_k = max(block_q // walk.block_q, 1), max(block_k // walk.block_k, 1)
     if merged_q == 1 and merged_k == 1:
         return int(parts.sum((1, 2))[walk.kind].sum())
-    # At least one dimension merges tiles; the other may merge or split. A tile is live if any of its parts is.
     down, across = parts.shape[1:]
     wide = col_blocks * across
     keys = []

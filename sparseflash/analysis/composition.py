@@ -1,8 +1,7 @@
 """The exact composition of relations between tokens.
 
-It settles nearly all tiles on the bit matrices alone and multiplies bits only for tiles that may end up partial, once
-for each distinct pair of factors. So it is exact for tokens, at nearly the cost of the tile graph if most tiles are
-full.
+The bit matrices alone settle nearly all tiles. Bits are multiplied only for tiles that may end up partial, once for
+each distinct pair of factors.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ def compose(a: Relation, b: Relation) -> Relation:
     """Who sees whom in two steps: token q sees k iff some t has a[q, t] and b[t, k]."""
     count = a.count
     live_a, live = a.live(), bitrows.product(a.live(), b.live())
-    # A full tile times one without empty columns is full, and so is one without empty rows times a full tile. Other
-    # products may not be.
+    # A full tile times one without empty columns is full, and so is one without empty rows times a full tile.
     rows_a, columns_b = a.fills_rows(), b.fills_columns()
     weak = bitrows.product(a.partial(), b.partial())
     weak |= bitrows.product(a.full, b.partial(~columns_b)) | bitrows.product(a.partial(~rows_a), b.full)
@@ -59,7 +57,6 @@ def compose(a: Relation, b: Relation) -> Relation:
         return multiply(of_a, of_b, which_left, which_right, a.block)
 
     every_code = (len(a.words) + 1) * kinds_b
-    # If few kinds of tiles meet in many places, compute each product once, rather than once per batch.
     few = every_code <= min(_PRODUCTS_KEPT, len(open_rows))
     products = look_up(np.arange(every_code)) if few else None
 

@@ -34,8 +34,8 @@ class Gap:
 def gap(element: Element) -> Gap | None:
     """A pair of tokens that never connects, however often these layers are repeated, or None.
 
-    If the diagonal tiles connect the tokens of each block, the graph of tiles decides. Otherwise the graph of tokens
-    does; if that has too many edges, relations are composed until nothing changes.
+    If the diagonal tiles connect the tokens of each block, the tile graph decides, otherwise the token graph; if that
+    has too many edges, relations are composed until nothing changes.
     """
     union = element.union()
     if union.count == 0:
@@ -56,8 +56,7 @@ def gap(element: Element) -> Gap | None:
 def causal_gap(element: Element) -> Gap | None:
     """The same for causal layers, where only the keys up to a query's own position count.
 
-    Token q - 1 cannot reach token q through other tokens, because none lies between them. So everything connects iff
-    each query sees the key just before it in some layer.
+    No token lies between q - 1 and q. So everything connects iff each query sees the key just before it in some layer.
     """
     sees = torch.zeros(element.stop, dtype=torch.bool, device="cpu")
     sees[:1] = True
@@ -80,7 +79,6 @@ def _gap_of_graph(rows: Index, cols: Index, count: int, unit: int) -> Gap | None
 
 
 def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
-    """All pairs of tokens (query, key) in a relation over `stop` tokens."""
     i, j, kind, bits = tiles_of(union, stop)
     queries, keys = [], []
     for some in torch.arange(len(i), device="cpu").split(max(1, SCORES_AT_ONCE // union.block**2)):
@@ -92,7 +90,6 @@ def _token_edges(union: Relation, stop: int) -> tuple[Index, Index]:
 
 
 def _blocks_are_connected(union: Relation) -> bool:
-    """Whether the tokens of every block reach one another within the block."""
     diagonal = np.unique(union.kind_at(np.arange(union.count) * (union.count + 1)))
     for kind in diagonal[diagonal > 0]:
         words, one = union.words[kind - 1 : kind], torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -110,7 +107,6 @@ def _closure(relation: Relation) -> Relation:
 
 
 def _first_gap(reached: BlockMask) -> Gap:
-    """The first pair of tokens that is dead in a mask of one pattern; there must be one."""
     live = torch.zeros(reached.blocks[0], dtype=torch.int64, device="cpu")
     rows = torch.repeat_interleave(torch.arange(reached.blocks[0], device="cpu"), reached.indptr.diff().long())
     choices = torch.cat(

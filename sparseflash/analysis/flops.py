@@ -25,9 +25,8 @@ class Flops:
     >>> print(Flops(useful=8_000_000, computed=10_000_000, performed=10_000_000))
     8e+06 useful FLOPs, 1e+07 in live tiles (80 % useful), 1e+07 performed by the kernels
 
-    `useful`: for the live scores. `computed`: the same products for every score of the live tiles. `performed`: the
-    products that sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the
-    backward the recomputed products.
+    `useful`: for the live scores. `computed`: for every score of the live tiles. `performed`: by sparseflash's Triton
+    kernels, with head dims padded to a power of two and the backward's recomputed products.
     """
 
     useful: int
@@ -70,11 +69,10 @@ def flops(
         backward   2 (3 D + 2 Dv): S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q
 
     For D = Dv this is `4 D`, and 2.5 times as much, as FlashAttention counts (Dao, 2023, section 4.1). The softmax is
-    not counted, as is usual: it is comparable to a product with D = 1, but runs on slower units.
+    not counted, as is usual.
 
-    sparseflash's backward uses no atomics. It computes dK and dV in one pass and dQ in another, each with its own S and
-    dP: seven products, `2 (4 D + 3 Dv)`. In fp32 a third pass for delta makes it nine, `2 (5 D + 4 Dv)`. Only
-    `performed` counts these, and the padding of the head dims.
+    sparseflash's backward computes dK and dV in one pass and dQ in another, each with its own S and dP: seven products,
+    `2 (4 D + 3 Dv)`; in fp32 a third pass for delta makes it nine, `2 (5 D + 4 Dv)`. Only `performed` counts these.
 
     Args:
         mask: any mask.

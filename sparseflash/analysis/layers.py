@@ -25,7 +25,6 @@ class Element:
         self._steps: dict[tuple[int, tuple[int, ...]], Relation] = {}
 
     def steps(self) -> list[Relation]:
-        """One relation per layer, including the residual connection."""
         return [self._step(mask, patterns) for mask, patterns in zip(self._masks, self._patterns, strict=True)]
 
     def _step(self, mask: BlockMask, patterns: tuple[int, ...]) -> Relation:
@@ -54,7 +53,7 @@ class Element:
 
 
 def listed(masks: Masks) -> list[BlockMask]:
-    """The masks of the layers as a list; there must be at least one."""
+    """The masks of the layers; there must be at least one."""
     every = list(masks) if isinstance(masks, Iterable) else [masks]
     if not every or not all(isinstance(mask, BlockMask) for mask in every):
         got = masks if isinstance(masks, list | tuple) else described(masks)

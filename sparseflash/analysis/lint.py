@@ -40,7 +40,7 @@ class Finding:
     warning [empty-queries] head 2: 4 of 100 queries see no key.
 
     `code` is stable, for filtering. `severity`: an "error" contradicts what was declared, a "warning" is seldom
-    intended, a "note" costs speed or is often intended.
+    intended, a "note" costs speed.
     """
 
     code: str
@@ -91,7 +91,7 @@ def lint(
 
     Connectivity is checked only for masks with as many queries as keys, also of each sequence; a mask without live
     scores in the future is treated as causal. Packed documents never connect, and global tokens make uneven rows:
-    ignore the finding where that is intended.
+    ignore these findings.
 
     Raises ValueError as `reach` does for masks that cannot be layers of one model, and for an order that is not a
     permutation.
@@ -128,7 +128,6 @@ def lint(
 
 
 def _tells_queries_from_keys(mask: BlockMask) -> bool:
-    """Whether the queries and the keys of a mask cannot be the same tokens."""
     return mask.q_len != mask.k_len or (mask.lengths is not None and any(q != k for q, k in live_tokens(mask)))
 
 
@@ -222,7 +221,6 @@ def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterat
 
 
 def _is_sparse(walk: Walk) -> Tensor:
-    """Which tiles have some live scores, but only a few of those inside the sequence."""
     queries = (walk.q_stop - walk.rows * walk.block_q).clamp(max=walk.block_q)
     keys = (walk.k_stop - walk.cols * walk.block_k).clamp(max=walk.block_k)
     live = walk.live()
@@ -299,7 +297,6 @@ def _not_checked(error: ValueError) -> Finding:
 
 
 def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> str:
-    """The layer, batch element and head, as far as there are several."""
     batch, heads = mask.shape[:2]
     parts = [where] if where else []
     if batch > 1:
@@ -314,7 +311,6 @@ def _some(numbers: list[int]) -> str:
 
 
 def _ranges(tokens: Tensor) -> str:
-    """The first few runs of consecutive tokens, such as `0..5, 9`."""
     starts = torch.cat([tokens[:1], tokens[1:][tokens.diff() > 1]])
     ends = torch.cat([tokens[:-1][tokens.diff() > 1], tokens[-1:]])
     runs = [str(a) if a == b else f"{a}..{b}" for a, b in zip(starts[:3].tolist(), ends[:3].tolist(), strict=True)]

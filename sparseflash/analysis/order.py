@@ -16,8 +16,8 @@ _MOST_TILES = 1 << 28  # one byte per tile
 def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
     """Live tiles, over all heads and batch elements of `mask.shape`, if new token t is old token `order[t]`.
 
-    Time is proportional to the scores of the live tiles; memory is a byte for every tile, live or not. Raises TypeError
-    or ValueError if `order` is not a permutation of the tokens, or if there are over 2^28 tiles.
+    Time is proportional to the scores of the live tiles; memory is a byte for every tile. Raises TypeError or
+    ValueError if `order` is no permutation of the tokens, or for over 2^28 tiles.
     """
     place = _places(mask, order)
     row_blocks, col_blocks = mask.blocks

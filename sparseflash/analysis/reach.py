@@ -28,21 +28,19 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
             repeated.
         layers: the number of layers, by default one for each given mask. 0 layers give the identity.
 
-    With `M_l` the mask of layer l as a boolean matrix, the union of its heads (any of them can influence a token), and
-    `I` the identity for the residual connection, the result is the boolean product
+    With `M_l` the mask of layer l as a boolean matrix, the union of its heads, and `I` for the residual connection, the
+    result is the boolean product
 
         R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
 
-    so `R[q, k]` says whether input token k can change the value of token q after the last layer. The result is exact,
-    token by token: where one of two tiles is full and the other has no empty row or column, the tile graph decides;
-    elsewhere bits are multiplied, once per distinct pair.
+    so `R[q, k]` says whether input token k can change token q after the last layer, exactly: the tile graph decides
+    where it can; elsewhere bits are multiplied, once per distinct pair.
 
-    The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, one pattern per batch
-    element if the masks differ between them, and no `lengths`: padding neither reaches nor is reached.
+    The result has one head, square blocks of the masks' smallest `block_q` or `block_k`, a pattern for each batch
+    element if these differ, and no `lengths`: padding neither reaches nor is reached.
 
-    Raises ValueError for `q_len != k_len` and for masks of different lengths or batch sizes. Also for masks of over
-    32,768 block rows, and if the result or the number of tiles to multiply would exceed 16.7 million: use larger blocks
-    then.
+    Raises ValueError for `q_len != k_len`, masks of different lengths or batch sizes, over 32,768 block rows, and if
+    the result or the number of tiles to multiply would exceed 16.7 million: use larger blocks then.
     """
     every = checked(masks)
     check_size(every)
@@ -77,9 +75,8 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
     >>> layers_to_full_reach(BlockMask.from_layout(butterfly.tril()), causal=True) is None  # never, at any depth
     True
 
-    `masks` as in `reach`; a list is repeated as often as needed. `causal=True` requires only the keys up to the query's
-    own position. If batch elements differ in pattern or length, the result is the largest of theirs. Raises ValueError
-    as `reach` does, except for large results.
+    `masks` as in `reach`; a list is repeated. `causal=True` requires only the keys up to the query's own position. The
+    result is the largest over batch elements. Raises ValueError as `reach` does, except for large results.
     """
     goal = Relation.is_causally_everything if flag(causal, "causal") else Relation.is_everything
 
@@ -110,7 +107,6 @@ def diameter(masks: Masks) -> int:
 
 
 def _after(element: Element, layers: int) -> Relation:
-    """What is reached after `layers` layers."""
     steps = element.steps()
     if len(steps) == 1:
         return _power(steps[0], layers) if layers else element.nothing()

@@ -1,10 +1,10 @@
 """Relations between tokens (who sees whom), stored as tiles.
 
-A relation is a square boolean matrix over `count` blocks of `block` tokens. Two bit matrices say which tiles are full
-and which are live; only partial tiles have bits of their own.
+A relation is a square boolean matrix over `count` blocks of `block` tokens: two bit matrices of full and of live tiles,
+and bits for each distinct partial tile.
 
-A sequence that ends inside a block is extended with clones of its last token, which see and are seen by the same
-tokens. Cloning commutes with composition, so composition needs no special case for ends; `tiles_of` removes the clones.
+A sequence that ends inside a block is extended with clones of its last token. Cloning commutes with composition;
+`tiles_of` removes the clones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ TARGETS_AT_ONCE = 1 << 14
 class Relation:
     """Token q sees token k iff their tile is full, or partial with that bit set.
 
-    `full`: bit matrix `[count, count]` of the full tiles. `key` int64 `[E]`, increasing: `row * count + column` of the
-    partial tiles. `kind` int64 `[E]`: t >= 1 for the bits `words[t - 1]`. `words` int32 `[T, block,
-    words_per_row(block)]`: the distinct partial tiles in order of first appearance. So equal relations have equal
-    arrays.
+    `full`: bit matrix `[count, count]`. `key` int64 `[E]`, increasing: `row * count + column` of the partial tiles.
+    `kind` int64 `[E]`: t >= 1 for the bits `words[t - 1]`. `words` int32 `[T, block, words_per_row(block)]`: the
+    distinct partial tiles in order of first appearance, so equal relations have equal arrays.
     """
 
     block: int
@@ -188,9 +187,9 @@ def union(
 ) -> tuple[Index, Tensor]:
     """The union of the tiles of each group: `(kind [G], words)`, where kind 0 is full and -1 dead.
 
-    Group g has `sizes[g]` >= 1 consecutive members. `ids` returns the ids of the members at some positions, `look_up`
-    the words of distinct ids; equal ids are equal tiles. All groups take their members in step, one at a time, so that
-    equal unions are computed once, and a full group stops.
+    Group g has `sizes[g]` >= 1 consecutive members. `ids` returns the ids of members at some positions, `look_up` the
+    words of distinct ids. All groups take their members in step, so that equal unions are computed once, and a full
+    group stops.
     """
     starts = np.cumsum(sizes) - sizes
     groups = np.arange(len(sizes))

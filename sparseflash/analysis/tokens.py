@@ -29,7 +29,6 @@ def unseen_keys(walk: Walk) -> Tensor:
 
 
 def _uncovered(where: Tensor, kind: Tensor, covers: Tensor, stop: int) -> Tensor:
-    """The tokens before `stop` that no tile covers; `covers [1 + T, block]` says which tokens a kind of tile covers."""
     block = covers.shape[1]
     covered = torch.zeros(-(-stop // block), block, dtype=torch.bool, device="cpu")
     covered[where[kind == 0]] = True

@@ -26,11 +26,11 @@ class Traffic:
     (32768, 163840, 2048)
 
     `queries`: q, read once. `keys_values`: k and v, read for each live tile by each program of its row. `out`: written
-    once. `statistics`: lse, written (in fp32 also statistics of each row for the backward). `index`: work items, block
-    numbers and tile numbers. `bits`: of partial tiles. `tile_queries`: the queries that a program holds.
+    once. `statistics`: lse (in fp32 also statistics of each row for the backward). `index`: work items, block and tile
+    numbers. `bits`: of partial tiles. `tile_queries`: the queries that a program holds.
 
-    `dense_flash`: the total of the same loop with every tile live. `materialized`: the total of standard attention,
-    which writes its scores and probabilities to memory and reads them back.
+    `dense_flash`: the total with every tile live. `materialized`: of standard attention, which writes scores and
+    probabilities to memory and reads them back.
     """
 
     queries: int
@@ -90,17 +90,16 @@ def bytes_moved(
         index read        32 per program, and for each tile of each program 4, or 8 if it is partial
         bits read         block_q * block_k / 8 for each partial tile
 
-    m is the largest power of two up to `block_q` for which the queries, the output's accumulator and statistics, and a
-    step of 16 keys fit on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. With M the on-chip memory
-    and s the share of live tiles, m grows like `M / D` and the total like `N D + s N^2 D^2 / M` (Dao et al., 2022,
-    theorem 2 and proposition 4). (FlashAttention loops over queries, which also moves the output repeatedly;
-    FlashAttention-2 and this library loop over keys.) To model an actual kernel, pass its `tile_queries`.
+    m is the largest power of two up to `block_q` with which queries, accumulator, statistics and a step of 16 keys fit
+    on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. With M the on-chip memory and s the share of
+    live tiles, m grows like `M / D` and the total like `N D + s N^2 D^2 / M` (Dao et al., 2022, theorem 2 and
+    proposition 4). To model an actual kernel, pass its `tile_queries`.
 
     `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write out:
     `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
 
     Full fp32 counts 4 bytes per number, although the kernel mostly reads three bf16 pieces, 6 bytes. Each head of a
-    group reads its keys separately; an L2 cache can serve many of these reads, which the model ignores.
+    group reads its keys separately; the L2 cache is ignored.
 
     Args:
         mask: any mask.

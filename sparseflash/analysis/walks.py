@@ -1,7 +1,6 @@
 """The tiles that attention iterates over for each distinct head of a mask, without padding.
 
-Heads and batch elements that share a pattern and a length have the same tiles, so every analysis is done once for each
-distinct pair and weighted by the number of its users.
+Heads and batch elements with the same pattern and length are analysed once and weighted by their number.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from sparseflash.blockmask.stats import live_tokens
 class Walk:
     """The tiles of one pattern that begin before a length, ordered by rows; all int64, on the CPU.
 
-    `rows`, `cols`, `tile` `[E]` are as stored. `kind [E]` is 0 for a tile with every score live, t for the words
-    `bits[t - 1]`: the part of the tile inside the length, which may be empty. `users` are the (batch element, head)
-    pairs with these tiles, numbered as in `mask.shape`. `q_stop` and `k_stop`: live queries and keys, in tokens.
+    `rows`, `cols`, `tile` `[E]` are as stored. `kind [E]` is 0 for a full tile, t for the words `bits[t - 1]`: the part
+    inside the length, which may be empty. `users`: the (batch element, head) pairs, numbered as in `mask.shape`.
+    `q_stop`, `k_stop`: live queries and keys, in tokens.
     """
 
     rows: Tensor
@@ -86,8 +85,8 @@ def walk(
 def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, block_k: int) -> tuple[Tensor, Tensor]:
     """Removes scores past the ends: `(kind, bits)`, with the cut kinds appended.
 
-    `at_end [E]`: 1 for a tile with only its first `live_q` rows inside, 2 for one with only its first `live_k` columns
-    inside, 3 for both, 0 for neither.
+    `at_end [E]`: 1 for a tile with only its first `live_q` rows inside, 2 with only its first `live_k` columns, 3 both,
+    0 neither.
     """
     block_q, chosen = bits.shape[1], at_end > 0
     pairs, which = torch.unique(kind[chosen] * 4 + at_end[chosen], return_inverse=True)

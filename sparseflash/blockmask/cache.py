@@ -177,7 +177,7 @@ def mask_cache(indices: Tensor) -> MaskCache:
         cache = MaskCache(may_wait=True, recorded=False)
         indices._sparseflash = cache  # type: ignore[attr-defined]
     # While a CUDA graph is recorded, only dynamic masks made by the graph are planned; at other times only masks made
-    # outside of graphs. See backends/triton/cuda_graphs.py for the reason.
+    # outside of graphs. See backends/triton/device.py for the reason.
     if cache.may_wait or cache.recorded == streams.is_capturing(indices.device):
         return cache
     return MaskCache(may_wait=False, recorded=False)

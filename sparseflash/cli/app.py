@@ -164,6 +164,15 @@ def show(
         bool, typer.Option("--by-head", help="A panel for each head in the picture, equal ones, too.")
     ] = False,
     picture: Annotated[Path | None, typer.Option(help=f"Write a picture to this file: {', '.join(PICTURES)}.")] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            help="Draw who can have influenced whom after 1, 2, ... layers instead, this many; needs --picture.",
+            show_default="the mask itself",
+            min=1,
+            max=12,
+        ),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file, to zoom into in a browser.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
     as_json: AsJson = False,
@@ -172,16 +181,19 @@ def show(
 
     Exits with status 1 if one of the mistakes is an error; warnings and notes may be intended.
     """
-    from sparseflash import analysis
-    from sparseflash.cli import show as words
-    from sparseflash.cli.inputs import DTYPES
-    from sparseflash.draw.page import to_page
-
     with short_errors():
         if picture is not None:
             check_picture(picture)
+        elif layers is not None:
+            raise ValueError(f"--layers must be given with --picture FILE; got --layers {layers} alone")
         check_folder(html, "--html")
         check_folder(save, "--save")
+    from sparseflash import analysis
+    from sparseflash.cli import show as words
+    from sparseflash.cli.inputs import DTYPES
+    from sparseflash.cli.strip import strip
+    from sparseflash.draw.page import to_page
+
     found = asked(mask, sources)
     sizes: dict[str, Any] = {"head_dim": head_dim, "heads": heads, "dtype": DTYPES[dtype], "causal": causal}
     with short_errors():
@@ -195,7 +207,10 @@ def show(
             say(*map(str, findings))
         written = {"Picture": picture, "Page": html, "Mask": save}
         if picture is not None:
-            found.plot(elements=elements, by_head=by_head).savefig(picture)
+            if layers is None:
+                found.plot(elements=elements, by_head=by_head).savefig(picture)
+            else:
+                strip(found, layers, elements=elements).savefig(picture)
         if html is not None:
             page = to_page(found, mask, costs=words.facts(found, **sizes))
             html.write_text(page, encoding="utf-8")

@@ -6,18 +6,14 @@
     out = distributed.attention(q, k, v, plan)                  # [B, H, n, D], with gradients
     loss = loss_of(plan.gather(logits))
 
-`shard` cuts the tokens into chunks and deals them to the ranks so that every rank has equally many tokens, about as
-many live tiles, and few remote keys (`planner`). From the mask's lists every rank computes which key blocks it needs
-from which rank (`routes`). Only those are sent (`exchange`), by a collective or by copies out of the memory of other
-GPUs (`collectives`, `peer_copies`; `transport_choice` takes one). The exchange comes before attention, or is cut into
-one to four parts that overlap with attention to the keys at hand; the partial results are then merged by their lse in a
-fixed order (`sparseflash.merge`). Alternatively, heads travel if there are enough of them
-(`ulysses`), or queries travel to their keys if they are few (`queries`). The cost model (`costs`) chooses;
-`plan.explain()` prints it (`explain`). Score modifications and dropout take the positions of tokens in the whole
-sequence (`positions`, `scores`, `dropout`).
+`shard` deals chunks of tokens to the ranks: equally many tokens, about as many live tiles, few remote keys (`planner`).
+From the mask's lists every rank computes the key blocks that it needs from each rank (`routes`). Only those are sent
+(`exchange`), by a collective or by copies out of other GPUs' memory (`collectives`, `peer_copies`, `transport_choice`),
+before attention or in one to four parts that overlap with attention to the keys at hand; partial results are merged by
+their lse in a fixed order (`sparseflash.merge`). Alternatively heads travel (`ulysses`), or queries travel to their
+keys (`queries`). The cost model (`costs`) chooses; `plan.explain()` prints it (`explain`). Score modifications and
+dropout take positions in the whole sequence (`positions`, `scores`, `dropout`).
 """
-
-# It may import `attention`, `blockmask`, `dropout`, `merge`, `scores` and `validation`.
 
 from sparseflash.distributed.attention import attention as attention
 from sparseflash.distributed.costs import H100 as H100

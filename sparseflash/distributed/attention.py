@@ -85,33 +85,29 @@ def attention(
         k: this rank's keys `[B, Hkv, m, D]`, with `m = plan.keys.counts[plan.rank]`, at `plan.key_positions`.
         v: this rank's values `[B, Hkv, m, Dv]`.
         plan: of the whole mask, from `shard`, the same on every rank.
-        dropout_p: the probability of dropping a weight, the same on every rank. With the same seed, the same weights
-            are dropped as on one GPU, with any strategy.
-        seed: of the dropout: the same on every rank. Ints are compared at the first call of each kind; a tensor is not
-            read. None: every rank draws a seed from the PyTorch generator of q's device, and all use the seed of the
-            group's first rank (8 bytes are sent). So the generators of ranks that share a sequence need not agree, and
-            groups with other sequences drop other weights if the generators of their first ranks differ.
-        scores: score modifications, as on one GPU: the same on every rank, for all heads, with tensors along tokens
-            whole. Each rank receives a part of the gradients of their tensors: sum these over the group, like the
-            gradients of all parameters. Distances, relative tables and functions read positions in the whole sequence
-            from tensors, which costs the kernels more than on one GPU unless heads travel. A `tile_bias` is refused. So
-            is, on GPUs, a learned tensor of more than 16,384 numbers a head that a function indexes by query and key:
-            pass it as `scores.bias`.
+        dropout_p: the same on every rank. The same seed drops the same weights as on one GPU, with any strategy.
+        seed: of the dropout, the same on every rank; ints are compared at the first call of each kind, a tensor is not
+            read. None: all use the seed that the group's first rank draws from the PyTorch generator of q's device (8
+            bytes are sent), so generators within a group need not agree, and groups differ if their first ranks' do.
+        scores: as on one GPU, the same on every rank, for all heads, with tensors along tokens whole. Each rank
+            receives a part of the gradients of their tensors: sum these over the group, as for all parameters.
+            Distances, relative tables and functions read positions from tensors, which costs more than on one GPU
+            unless heads travel. Refused: a `tile_bias`; and on GPUs a learned tensor of more than 16,384 numbers a head
+            that a function indexes by query and key (pass it as `scores.bias`).
 
     Returns:
         This rank's part of `out [B, Hq, n, Dv]`, or of `(out, lse)`.
 
     Every rank of the group must make the same calls in the same order, forward and backward. The first call of each
-    kind compares masks, shards, shapes, dtypes and options between the ranks (one small gather, which waits for the
-    device). If a rank dies, the others raise the error of their torch.distributed backend, at the latest after the
-    group's timeout; with copies between peers they end with a device error after the timeout.
+    kind compares masks, shards, shapes, dtypes and options (one small gather, which waits for the device). If a rank
+    dies, the others raise the error of their torch.distributed backend, or with copies between peers a device error, at
+    the latest after the group's timeout.
 
-    The result does not depend on timing: parts are merged in the order of the stages, and the gradients of a key, each
-    rounded to the inputs' dtype, are summed in fp32, the own rank's first and then in the order of the ranks. It rounds
-    differently than one GPU: with one to four stages, partial results are also rounded before they are merged.
-    With `strategy="heads"` nothing is summed.
+    The result does not depend on timing: parts are merged in the order of the stages, and gradients of a key, rounded
+    to the inputs' dtype, are summed in fp32, the own rank's first and then by rank. It rounds differently than one GPU,
+    except with `strategy="heads"`, where nothing is summed.
 
-    `torch.compile` leaves this function out of its graphs: it breaks the graph before and after it.
+    `torch.compile` breaks its graph around this function.
 
     Raises:
         TypeError, ValueError: tensors, plan and mask do not fit together, or the ranks differ.
@@ -157,7 +153,7 @@ def attention(
 
 @dataclass(eq=False)
 class _Call:
-    """The arguments of a call besides tensors. `changes`, `dropout`: of the whole problem."""
+    """A call's arguments besides tensors. `changes`, `dropout`: of the whole problem."""
 
     plan: ShardPlan
     scale: float
@@ -178,7 +174,6 @@ class _Call:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether a travelling token must lie in one slot for all heads, because its position matters."""
         return self._changes_tell_positions or self.dropout is not None
 
     @cached_property

@@ -1,7 +1,6 @@
 """Rows go from rank to rank by a collective of the group.
 
-Its programs occupy some of a GPU's multiprocessors. Attention occupies all of them, so the two take turns, and ranks
-wait for each other.
+Its programs occupy some of a GPU's multiprocessors, so it and attention take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Collectives:
         self.group = weakref.ref(group)
 
     def begin(self, room: Callable[[], int]) -> None:
-        """Needs nothing."""
+        pass
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
         group = alive(self.group)

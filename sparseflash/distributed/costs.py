@@ -1,7 +1,7 @@
 """A model of the bytes and the time of each strategy; `auto` takes the cheapest, `explain` prints it.
 
-Bytes, tokens and live tiles are exact. Seconds are estimates from four constants of a machine, for comparing strategies
-and numbers of stages, of a forward and a backward pass together.
+Bytes, tokens and live tiles are exact. Seconds, of a forward and a backward together, are estimates from four constants
+of a machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from sparseflash.distributed.shards import Integers
 
 Floats = NDArray[np.float64]
 MOST_STAGES = 4
-# The share of queries with remote keys up to which they attend apart from the others, if keys travel in one exchange
-# before any attention. Each attention has a beginning and an end at which the GPU is not full, but the keys of the
-# other queries need not be copied.
+# The share of queries with remote keys up to which they attend apart, if keys travel in one exchange before
+# attention. A second attention leaves the GPU unfilled at its ends, but the other queries' keys need not be copied.
 FEW_QUERIES = 0.125
 
 
@@ -50,8 +49,8 @@ _ONE_HOST = 8
 LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
 # How often bytes are read or written besides attention and exchanges, forward and backward, fitted to times of two
-# H100s. In order: queries of a rank, for each partial result; queries that travel, and the queries that they are merged
-# with; all tokens, if heads travel.
+# H100s: queries of a rank, for each partial result; travelling queries, and those they are merged with; all tokens, if
+# heads travel.
 _PARTIAL_PASSES, _QUERY_PASSES, _HEADS_PASSES = 16, 45, 10
 
 
@@ -176,12 +175,11 @@ def keys_travel(
     parts = max(stages, 1)
     each = passes * (most / parts / machine.bandwidth + machine.latency)
     if stages == 0:
-        # All keys of queries that have remote keys are copied to lie side by side, and their gradients back.
         share = loads.waiting / np.maximum(loads.total, 1.0)
         copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
         busy, finished = loads.total * rate + copying, loads.total * rate + copying + each
-        # The gradients of remote keys are sent after the attention to them. Then come the queries without remote keys,
-        # which attend apart if the others are few.
+        # Gradients of remote keys are sent after the attention to them. Then come the queries without remote keys, if
+        # they attend apart.
         first = np.where(share > FEW_QUERIES, loads.total, loads.waiting)
         finished = finished + _waited(first, loads.total - first) * backward
     else:
@@ -247,27 +245,3 @@ def heads_travel(
     copying = _HEADS_PASSES * float((q * (shape.dim + shape.v_dim) * item + k * shape.key_bytes).max()) * ranks
     compute = float(per_rank.max()) * shape.flops_per_score / machine.flops + copying / machine.memory
     return Estimate("heads", 1, float(sent.mean()), float(most.max()), compute, transfer, compute + transfer)
-
-
-def keys_gathered(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
-    """For comparison: every rank receives all keys before it begins (all-gather)."""
-    ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
-    total = float(k_tokens.sum()) * shape.batch * shape.kv_heads * shape.key_bytes
-    bytes_ = total * (ranks - 1) / ranks
-    transfer = passes * (bytes_ / machine.bandwidth + machine.latency)
-    compute = float(loads.total.max()) * shape.flops_per_score / machine.flops
-    return Estimate("all-gather", 1, bytes_, bytes_, compute, transfer, compute + transfer)
-
-
-def keys_in_a_ring(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
-    """For comparison: all keys go round the ranks, each step behind attention to the keys of the step before.
-
-    The best possible ring for this mask: every step's attention is as balanced as the whole.
-    """
-    ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
-    step = float(k_tokens.max()) * shape.batch * shape.kv_heads * shape.key_bytes
-    transfer = passes * (ranks - 1) * (step / machine.bandwidth + machine.latency)
-    compute = float(loads.total.max()) * shape.flops_per_score / machine.flops
-    last = compute / ranks
-    total = max(compute, transfer + last)
-    return Estimate("ring", ranks - 1, step * (ranks - 1), step * (ranks - 1), compute, transfer, total)

@@ -1,7 +1,6 @@
 """Dropout over several ranks: the same weights are dropped as by one process.
 
-A weight's fate is computed from the seed and the weight's place in the whole problem, so the ranks only have to agree
-on the seed.
+A weight's fate follows from the seed and its place in the whole problem, so the ranks only have to agree on the seed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def described(seed: SupportsIndex | Tensor | None) -> tuple[str, int | None]:
 def of_first_rank(seed: Tensor, plan: ShardPlan) -> Tensor:
     """The seed that the first rank of the group has drawn.
 
-    The other ranks have drawn a seed, too, so that equal generators stay equal.
+    The other ranks draw too, so that equal generators stay equal.
     """
     if plan.ranks > 1:
         group = plan.process_group

@@ -45,13 +45,11 @@ class Entries:
         return -(-self.q_len // self.whole.block_q)
 
     def rows_with(self, columns: Booleans) -> Booleans:
-        """Which block rows have a tile in these key blocks, for any head."""
         found = np.zeros(self.block_rows, np.bool_)
         found[self.row[columns[self.col]] % self.block_rows] = True
         return found
 
     def columns_of(self, rows: Booleans) -> Booleans:
-        """Which key blocks have a tile in these block rows, for any head."""
         found = np.zeros(self.whole.blocks[1], np.bool_)
         found[self.col[rows[self.row % self.block_rows]]] = True
         return found

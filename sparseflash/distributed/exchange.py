@@ -1,10 +1,8 @@
 """Keys and values travel to the ranks that read them, or queries to keys, and their gradients travel back.
 
-The exchanges of all stages are started together, and each is waited for when its keys are needed. If the transport
-allows it, they overlap with attention to the keys at hand (`transport`). Backward runs the stages in reverse order: the
-gradients of a stage are sent back as soon as they are computed, while earlier stages, the local one last, are still
-running. Each owner then adds the gradients that came back to its own, in the order of the ranks and in fp32, whatever
-arrived first.
+The exchanges of all stages start together; each is waited for when its keys are needed, and overlaps with attention if
+the transport allows it. Backward runs the stages in reverse: the gradients of a stage are sent back as soon as they are
+computed. Each owner adds those that come back to its own, by rank and in fp32, whatever arrived first.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ class Sent:
 class Transfers:
     """The running exchanges of one route.
 
-    `kept`, `returned`: in the backward pass, for each stage, the gradients of keys that it kept, and of keys that were
-    sent back.
+    `kept`, `returned`: of the backward, for each stage: gradients of its kept keys, and of keys that were sent back.
     """
 
     route: Route
@@ -76,7 +73,7 @@ class Transfers:
 def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Tensor], dict[Stage, list[Tensor]]]:
     """Starts all exchanges of tensors `[B, H, n, D]`: `(the local tensors, the pending tensors of each stage)`.
 
-    Use the returned local tensors: their gradients are summed with the gradients that come back.
+    Use the returned local tensors: their gradients are summed with those that come back.
     """
     found = _Start.apply(transfers, *tensors)  # type: ignore[no-untyped-call]
     count = len(tensors)
@@ -88,7 +85,7 @@ def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local
     """The tensors of a stage, `[B, H, slots, D]` each, once they have arrived; unused slots are 0. `local`: this rank's
     tensors.
     """
-    # The gradients of local tensors do not go this way: `_Start` adds them to the others (`Transfers.kept`).
+    # The gradients of local tensors do not go this way: see `Transfers.kept`.
     held = [x.detach() for x in local]
     return list(_Arrive.apply(transfers, stage, held, *pending))  # type: ignore[no-untyped-call]
 

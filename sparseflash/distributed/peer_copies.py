@@ -1,7 +1,7 @@
 """Rows go from rank to rank by copies out of each other's memory.
 
-A rank lays the rows for all others into a buffer that they can read, and each fetches its own. On GPUs that can read
-each other's memory, copy engines do it beside attention, which keeps all multiprocessors.
+Each rank lays its rows into a buffer, and the others fetch theirs. GPUs that can read each other's memory do it by copy
+engines beside attention.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class PeerMemory(Protocol):
 class PeerCopies:
     """Rows are laid into a buffer of this rank, and the other ranks copy them from there.
 
-    Other ranks may read the rows between a barrier after they were written and a barrier before their place is written
-    again. All ranks use their buffers alike: an exchange takes the room that the largest sender needs. So all ranks
-    compute where an exchange lies, and when the buffer is full and begun anew, without communication.
+    Other ranks may read rows between the barrier after they were written and the one before their place is written
+    again. An exchange takes the room that the largest sender needs on every rank, so all ranks compute its place, and
+    when the buffer begins anew, without communication.
 
     `allocate`: makes the buffer, a collective call; `stream`: of the copies, None on a CPU.
     """
@@ -132,7 +132,6 @@ class PeerCopies:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """A context for work on the copy stream, after the work that it was given before."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))

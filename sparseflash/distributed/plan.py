@@ -40,10 +40,9 @@ _KINDS_OF_CALLS = 64
 class ShardPlan:
     """Where the tokens of a mask lie, and the exchanges of attention over them. Made by `shard`.
 
-    `mask`: the whole mask, on the CPU, with its lengths written into the tiles; `queries`, `keys`: their shards, the
-    same object if they are the same tokens; `rank`, `ranks`: this process in the group; `strategy`, `stages`,
-    `transport`: as given to `shard`; `sent`: the bytes and messages that attention with this plan has sent so far,
-    forward and backward.
+    `mask`: the whole mask, on the CPU, with its lengths written into the tiles; `queries`, `keys`: their shards, one
+    object if they are the same tokens; `rank`, `ranks`: of this process; `strategy`, `stages`, `transport`: as given to
+    `shard`; `sent`: the bytes and messages of attention with this plan so far.
     """
 
     mask: BlockMask
@@ -55,7 +54,7 @@ class ShardPlan:
     stages: int | None = None
     transport: TransportName = "auto"
     sent: Sent = field(default_factory=Sent)
-    # Not emptied by `clear_caches`: all ranks must remember the same calls, because the first of each kind is compared.
+    # Not emptied by `clear_caches`: all ranks must remember the same calls.
     agreed: dict[object, None] = field(default_factory=dict, repr=False)
     _made: BoundedDict = field(default_factory=lambda: BoundedDict(_KINDS_OF_CALLS), repr=False)
 
@@ -147,9 +146,8 @@ class ShardPlan:
         return transport_of(self.process_group, device, self.transport)
 
     def machine(self, overlaps: bool | None = None) -> Machine:
-        """The default constants of the model. `overlaps`: whether attention runs during exchanges (`Transport`); by
-        default, whether it can on such GPUs with the plan's transport.
-        """
+        """The default constants. `overlaps`: whether attention runs during exchanges; by default, whether the plan's
+        transport can on such GPUs."""
         machine = default_machine(self.ranks)
         overlaps = machine.overlaps and self.transport != "collective" if overlaps is None else overlaps
         return replace(machine, overlaps=overlaps)
@@ -245,8 +243,8 @@ class ShardPlan:
             machine: the constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on
                 several.
 
-        `attention` chooses by the same estimates, with the default constants, on every rank; if the GPUs of one host
-        cannot read each other's memory, without overlap.
+        `attention` chooses by the same estimates with the default constants; without overlap if the GPUs of one host
+        cannot read each other's memory.
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads

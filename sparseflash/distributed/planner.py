@@ -1,9 +1,8 @@
 """Assigns chunks of tokens to ranks: equal counts, balanced live tiles, few remote keys.
 
-Several assignments are made and the cheapest is taken: contiguous runs, two runs a rank (zigzag, which balances causal
-masks), chunks dealt in turn, chunks dealt by their live area, and contiguous runs balanced by exchanging chunks between
-the most and the least loaded rank. Everything is a function of the mask alone, computed in integers or in a fixed
-order, so every rank computes the same assignment without communication.
+The cheapest of several assignments is taken: contiguous runs, two runs a rank (zigzag, which balances causal masks),
+chunks dealt in turn or by live area, and runs balanced by exchanging chunks between the most and the least loaded rank.
+All are functions of the mask in integers or a fixed order, so every rank computes the same.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from sparseflash.blockmask.arguments import BLOCKS
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.shards import Integers, Shards
 
-# The cost of a remote key, in live scores, forward and backward: by `costs.H100`, with bf16 and head dim D, a key and a
-# value, and their gradients back, take 2 * 4 D / 300e9 s, and a score is 3.5 * 4 D operations at 400e12 a second. The
-# quotient is 760. Estimated, not measured, and without the part of the transfer that attention hides.
+# The cost of a remote key, in live scores, forward and backward, by `costs.H100` in bf16: a key, a value and their
+# gradients take 2 * 4 D / 300e9 s, a score 3.5 * 4 D operations at 400e12 a second; the quotient is 760. Estimated,
+# without the part that attention hides.
 SCORES_PER_REMOTE_KEY = 800
 _CHUNKS = 512  # more chunks than this are merged, because planning takes time with their square, ...
 _CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced
@@ -51,9 +50,8 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """The mask over chunks. `area`: float64 `[Cq, Ck]`, live tiles of each pair of chunks, summed over heads and batch
-    elements in shares of one; `packed`: uint8 `[Cq, ceil(Ck / 8)]`, one bit for each pair with a live tile.
-    """
+    """The mask over chunks. `area`: float64 `[Cq, Ck]`, live tiles of each pair, in shares of all heads and batch
+    elements; `packed`: uint8 `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile."""
 
     area: NDArray[np.float64]
     packed: NDArray[np.uint8]
@@ -65,8 +63,7 @@ class _Work:
 def assign(mask: BlockMask, ranks: int) -> Assignment:
     """The cheapest assignment of the tokens of a canonical mask without lengths, on the CPU, to `ranks` ranks.
 
-    If there are equally many queries and keys, they are the same tokens. Ranks have equally many chunks, up to one.
-    Raises ValueError if there are fewer blocks than ranks.
+    Equally many queries and keys are the same tokens. Raises ValueError if there are fewer blocks than ranks.
     """
     same = mask.q_len == mask.k_len
     block_q, block_k = (max(mask.block_q, mask.block_k),) * 2 if same else (mask.block_q, mask.block_k)
@@ -134,6 +131,10 @@ def shares_of_tiles(mask: BlockMask, counts: Integers) -> NDArray[np.float64] | 
 
 
 def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Integers]]:
+    """Names of assignments, and the rank of each chunk: every rank has as many chunks, or one less than others.
+
+    same: keys are assigned like queries.
+    """
     count = len(work.rows)
     runs = contiguous(count, ranks)
     yield "contiguous", runs
@@ -183,9 +184,8 @@ def _dealt(area: NDArray[np.float64], ranks: int) -> Integers:
 
 
 def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
-    """Swaps chunks between the most and the least loaded rank until they are nearly even; prefers swaps that keep
-    chunks beside chunks that they share scores with.
-    """
+    """Swaps chunks between the most and the least loaded rank until they are nearly even, preferably chunks that stay
+    beside those they share scores with."""
     rank_of = runs.copy()
     load = np.bincount(rank_of, work.rows, minlength=ranks)
     touches: NDArray[np.float32] | None = None

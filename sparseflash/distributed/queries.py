@@ -1,8 +1,7 @@
 """Queries travel to the ranks that hold their keys, and partial results travel back: for few queries and many keys.
 
-The queries are exchanged as keys are under the transposed mask, and then the results. A rank attends with its own and
-the received queries to its own keys. The owner of a query merges the parts by their lse: its own first, then the parts
-of the other ranks in their order.
+Queries are exchanged as keys are under the transposed mask, and then the results. A rank attends with its own and the
+received queries to its own keys. The owner merges the parts by their lse: its own first, then by rank.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ def turned(assignment: Assignment) -> Assignment:
 def query_stages(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, *, same_slots: bool
 ) -> Route:
-    """The attention of local queries to local keys, and the attention of received queries to local keys.
+    """The attention of local queries, and of received queries, to local keys.
 
     `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head; `same_slots`: as for
-    `stages_of`. The stages' positions are positions of queries.
+    `stages_of`.
     """
     route = stages_of(mask, turned(assignment), readers, rank, heads, 1, same_slots=same_slots)
     return Route([replace(stage, mask=stage.mask.transpose()) for stage in route.stages])
@@ -43,8 +42,8 @@ def merged_with_remote(
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of this rank's queries, merged from the local part and the parts of other ranks.
 
-    `out [B, Hq, n, Dv]`, `lse [B, Hq, n]`: of local queries and keys; `remote_out [B, Hq, slots, Dv]`, `remote_lse`: of
-    the queries that came from other ranks, which are sent back to them.
+    `out [B, Hq, n, Dv]`, `lse [B, Hq, n]`: local; `remote_out [B, Hq, slots, Dv]`, `remote_lse`: of the received
+    queries, which are sent back.
     """
     out_rows, lse_rows = _Return.apply(transfers, remote_out, remote_lse)  # type: ignore[no-untyped-call]
     merged_out, merged_lse = _MergeRows.apply(transfers, out, lse, out_rows, lse_rows)  # type: ignore[no-untyped-call]

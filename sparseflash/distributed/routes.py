@@ -1,4 +1,4 @@
-"""Which rank needs which key blocks from which rank, computed from a mask and its shards alike on every rank."""
+"""The key blocks that each rank needs from each other rank, computed from a mask and its shards alike on every rank."""
 
 from __future__ import annotations
 
@@ -70,9 +70,8 @@ class Readers:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """The patterns that the queries of each key head use. With grouped heads, a key head is needed where any of its
-    query heads needs it. Key heads with the same patterns are of one kind.
-    """
+    """The patterns of each key head's queries: with grouped heads, a key head is needed where any of its query heads
+    needs it. Key heads with the same patterns are of one kind."""
 
     kinds: list[list[int]]  # the patterns of each kind
     kind_of_pair: Integers  # [B * Hkv]

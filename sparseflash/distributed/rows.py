@@ -23,8 +23,7 @@ class Rows:
     >>> rows.taken(torch.arange(10, 20)).tolist()
     [14, 15, 10]
 
-    `starts`, `sizes`: int64 `[runs]`, the first row and the number of rows of each run, for rank 0 first; `counts`:
-    rows for each rank.
+    `starts`, `sizes`: int64 `[runs]`, first row and length of each run, for rank 0 first; `counts`: rows for each rank.
     """
 
     starts: Integers
@@ -72,8 +71,7 @@ class Additions:
     >>> added(torch.zeros(3, 1), [torch.ones(2, 1), torch.ones(1, 1)], 3).flatten().tolist()
     [0.0, 1.0, 2.0]
 
-    Rows for several ranks count as one tensor for each rank, the tensors for rank 0 first. No row may come twice for
-    one rank.
+    Rows for several ranks count as one tensor for each rank, in order. No row may come twice for one rank.
     """
 
     def __init__(self, rows: Sequence[Rows]) -> None:

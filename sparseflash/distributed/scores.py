@@ -1,7 +1,6 @@
 """Score modifications over several ranks: from the whole problem to the tokens or heads of one call.
 
-Modifications that depend on positions use positions in the whole sequence: tensors along tokens are indexed by them,
-and functions are called with them.
+Tensors along tokens are indexed by positions in the whole sequence, and functions are called with them.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sparseflash.scores.sink import Sink
 from sparseflash.scores.softcap import Softcap
 from sparseflash.scores.temperature import Temperature
 
-_of_heads = BoundedDict(32)  # functions of some heads, kept as those of `with_positions` are
+_of_heads = BoundedDict(32)  # functions of some heads, kept as in `with_positions`
 
 
 def tells_positions(changes: Scores) -> bool:
@@ -59,7 +58,7 @@ def in_full_precision(changes: Scores) -> Scores:
 
 
 def of_tokens(changes: Scores, queries: Tensor, keys: Tensor, shift: int) -> Scores:
-    """The modifications, none of which may be a sink, for the queries and keys at these positions.
+    """The modifications, without a sink, for the queries and keys at these positions.
 
     `changes`: prepared for the whole problem; `queries`, `keys`: int64 `[n]`, `[m]`, on the changes' device; `shift`:
     Nk - Nq of the whole problem.

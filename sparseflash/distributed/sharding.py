@@ -34,34 +34,32 @@ def shard(
     (torch.Size([256]), [256, 256, 256, 256])
 
     Ranks hold equally many chunks of tokens, up to one; a chunk is one block or several, and the last may be ragged.
-    They are dealt so that live tiles are balanced and few keys travel. The plan is a function of the mask, so every
-    rank makes the same plan without communication. If `q_len == k_len`, queries and keys are the same tokens.
+    They are dealt so that live tiles are balanced and few keys travel; the plan is a function of the mask, the same on
+    every rank. If `q_len == k_len`, queries and keys are the same tokens.
 
     Args:
         mask: the whole mask, the same on every rank. Lengths are written into its tiles, and a dynamic mask is made
             canonical, so both synchronise with the device.
         group: a process group, or a DeviceMesh of one dimension (`mesh["cp"]`); None: the default group.
-        ranks, rank: instead of a group, plan for rank `rank` of `ranks` without processes; the plan can be inspected
-            but runs no attention.
-        like: another plan of the same lengths, whose assignment of tokens is kept. Use it if the mask changes at every
-            step or layer.
+        ranks, rank: instead of a group, plan for rank `rank` of `ranks` without processes; runs no attention.
+        like: another plan of the same lengths, whose assignment of tokens is kept, for masks that change at every step
+            or layer.
         strategy: `"keys"`: live remote keys travel to the queries, for any mask and heads; `"heads"`: all tokens of
             some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks; `"queries"`: queries
             travel to live remote keys, and partial results back, for few queries and many keys; `"auto"`: the cheapest
             by `explain`'s model.
-        stages: the number of exchanges, 1 to 4, in which keys travel; they overlap with attention to the keys at hand,
-            and partial results are merged. 0: attention begins when all keys have arrived, without a merge. None:
-            chosen by the same model. Queries and heads do not travel in stages, so with `strategy="auto"` a number
-            applies only if the model chooses keys.
+        stages: the number of exchanges, 1 to 4, in which keys travel while attention to the keys at hand runs; 0:
+            attention begins when all keys have arrived, without a merge; None: chosen by the model. Queries and heads
+            do not travel in stages.
         transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
             the other ranks' memory, beside attention, for GPUs of one host that can read each other's memory;
-            `"auto"`: peer where it is possible. For `"peer"`, every GPU holds a buffer for each group until the group
-            ends, as large as the largest sender needed in the largest call so far; PyTorch's memory statistics do not
-            count it. CUDA graphs need `"collective"`, and so do heads that travel.
+            `"auto"`: peer where possible. For `"peer"`, every GPU keeps a buffer for each group, as large as the
+            largest sender has needed; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`, and
+            so do heads that travel.
 
-    Raises ValueError if the mask has fewer blocks than there are ranks, and for a DeviceMesh of several dimensions.
-    Also for heads with copies between peers, for stages of queries or heads, and for `like` of other lengths, other
-    ranks or a chunk that the mask's blocks do not divide.
+    Raises ValueError for fewer blocks than ranks, a DeviceMesh of several dimensions, heads with copies between peers,
+    stages of queries or heads, and `like` of other lengths, other ranks or a chunk that the mask's blocks do not
+    divide.
     """
     mask = checked_mask(mask)
     group, rank, ranks = _place(group, rank, ranks)

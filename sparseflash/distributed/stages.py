@@ -1,7 +1,7 @@
 """One rank's work: the exchanges of keys, and the attention to the keys of each.
 
-Every rank computes the same table of readers from the whole mask (`routes`), and takes from it the rows that it sends
-and receives; so both ends of each message agree without communication. All of this is NumPy on lists of tiles.
+Every rank computes the same table of readers from the whole mask (`routes`), and from it the rows that it sends and
+receives, in NumPy on lists of tiles.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Stage:
     The first keys are `kept` slots with keys of this rank, filled up to whole blocks; then come keys of other ranks.
 
     `mask`: on the CPU; `queries`: the numbers of the rank's queries, int64, None for all; `exchanges`: whether any rank
-    sends anything; `own`: the rows of the rank's keys that come first, of a tensor `[B * Hkv * n, D]`; `slots`: tokens
-    of all keys; `positions`, `query_positions`: positions in the whole sequence, arbitrary for unused slots;
-    `positions` is None if a slot has different tokens in different heads; `between`: int64 `[from, to]`, the rows that
-    go from each rank to each, counted when it is first called.
+    sends anything; `own`: the rows of the rank's keys that come first, of `[B * Hkv * n, D]`; `slots`: tokens of all
+    keys; `positions` (None if a slot has different tokens in different heads), `query_positions`: in the whole
+    sequence, arbitrary for unused slots; `between`: int64 `[from, to]`, the rows between all ranks, counted when first
+    called.
     """
 
     mask: BlockMask
@@ -83,14 +83,13 @@ def stages_of(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int, *,
     same_slots: bool, local_first: bool = False,
 ) -> Route:  # fmt: skip
-    """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
+    """The attention to local keys, then `stages` exchanges of nearly equal parts of each message.
 
-    If `stages` is 0, all queries attend to all their keys at once. But if few queries have remote keys, the others
-    attend apart, to local keys, which then need not be copied; with `local_first`, they attend first, while keys
-    travel.
+    If `stages` is 0, all queries attend to all their keys at once. If few have remote keys, the others attend apart, to
+    local keys, which then need not be copied; with `local_first` they attend first, while keys travel.
 
-    same_slots: a slot has the same token, and so one position, for all heads. Otherwise heads that need different keys
-    fill their slots independently, which takes less memory.
+    same_slots: a slot has the same token for all heads. Otherwise heads that need different keys fill their slots
+    independently, which takes less memory.
     """
     work = _Work.of(mask, assignment, readers, rank, heads, max(stages, 1))
     if stages == 0 and any(readers.remote(each).any() for each in range(readers.ranks)):
@@ -169,9 +168,8 @@ class _Work:
     def together(self, same_slots: bool) -> list[Stage]:
         """The attention of block rows to all their keys; if few have remote keys, then the attention of the others.
 
-        The others may attend first, while keys travel, only if the exchange needs no multiprocessors. A collective
-        needs them: started after attention, it waits until attention ends; started before, it blocks attention while it
-        waits for the other rank. So the ranks would take turns.
+        The others attend first only if the exchange needs no multiprocessors. A collective started after attention
+        waits until attention ends; started before, it blocks attention while it waits for the other rank.
         """
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)

@@ -60,9 +60,7 @@ def room_of(between: Integers, row_bytes: Sequence[int]) -> int:
 
 
 def places_of(between: Integers, row_bytes: Sequence[int]) -> list[int]:
-    """Where each tensor's rows begin in a buffer, and where the last end: the same on all ranks and for
-    the way back.
-    """
+    """Where each tensor's rows begin in a buffer, and where the last end: the same on all ranks, either way."""
     most = int(max(between.sum(1).max(), between.sum(0).max()))
     sizes = [-(-most * each // _ALIGNMENT) * _ALIGNMENT for each in row_bytes]
     return [0, *np.cumsum(sizes).tolist()]

@@ -1,7 +1,4 @@
-"""The transport of a group: copies if its GPUs can read each other's memory, otherwise its collectives.
-
-A transport is kept as long as its group.
-"""
+"""The transport of a group: copies if its GPUs can read each other's memory, otherwise its collectives."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ TRANSPORTS = ("auto", "collective", "peer")
 class _Transports:
     """The transports between the ranks of a group, from and to tensors on one device.
 
-    Making them is a collective call, whatever transport is wanted: ranks that want different ones find out later, when
-    they compare all options of a call.
+    Making them is a collective call, whatever transport is wanted: ranks that want different ones find out later.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -33,8 +29,8 @@ class _Transports:
         self.peer_copies = None if self.refused else peer_copies(group, device)
 
 
-# An entry, and with it its buffer, ends with its group. `clear_caches` leaves it, because ranks must make and leave
-# buffers together.
+# An entry, and its buffer, ends with its group. `clear_caches` leaves it, because ranks must make and leave buffers
+# together.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Transports]] = weakref.WeakKeyDictionary()
 
 

@@ -1,6 +1,6 @@
 """All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023): each rank attends with some heads over all tokens.
 
-Backward is the same exchange in the other direction. Nothing is summed, so a result has the same bits as on one rank.
+Backward is the same exchange in the other direction. Nothing is summed: one rank gives the same bits.
 """
 
 from __future__ import annotations

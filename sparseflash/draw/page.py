@@ -32,8 +32,9 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
     True
 
     One picture for each distinct pattern, at most `MOST_PANELS`; a cell is a tile, or a square of 2 x 2, 4 x 4, ...
-    tiles if there are more than 512 on a side (256, if there are several patterns). Live shares are exact. Zoomed in,
-    it shows single scores; masks of more than 200,000 live tiles, or 4 MiB of distinct ones, show tiles only.
+    tiles if there are more than 512 on a side (256, if there are several patterns). Live shares are exact. Up to 1,024
+    tokens, and zoomed in, it shows single scores; masks of more than 200,000 live tiles, or 4 MiB of distinct ones,
+    show tiles only.
 
     costs: labels and texts to show beside the pictures, such as those of `sparseflash show`.
     """
@@ -74,8 +75,11 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
     data = json.dumps(everything).replace("<", "\\u003c")
     legend = " ".join(
         f'<span style="background:{hexadecimal(colour)}" class="key"></span> {meaning}'
-        for colour, meaning in ((FULL, "full tiles"), (PARTIAL, "partial tiles"), (EMPTY, "empty"))
-    )
+        for colour, meaning in (
+            (FULL, "full tiles"), (PARTIAL, "partial tiles"), (EMPTY, "empty; paler: fewer live"),
+            *([(DEAD_SCORE, "a dead score of a partial tile")] if has_scores else []),
+        )
+    )  # fmt: skip
     table = "".join(f"<tr><th>{escape(what)}</th><td>{escape(much)}</td></tr>" for what, much in costs)
     return _PAGE.format(
         title=escape(title or "mask"), summary=escape(repr(mask)), legend=legend, rest=rest, data=data, grid=GRID,
@@ -105,7 +109,7 @@ th, td {{ padding: 0.2em 1em 0.2em 0; vertical-align: top; border-bottom: 1px so
 output {{ display: block; min-height: 1.5em; font-variant-numeric: tabular-nums; }}
 </style></head><body>
 <h1>{title}</h1><p><code>{summary}</code></p>
-<p>{legend}; paler: fewer live. Queries down, keys right, in tokens. {zoom}; drag: move; double click: all.</p>
+<p>{legend}. Queries down, keys right, in tokens. {zoom}; drag: move; double click: all.</p>
 <output id="said">Point at a cell.</output>
 <main><div id="panels"></div>{costs}</main>{rest}
 <script type="application/json" id="data">{data}</script>

@@ -10,8 +10,9 @@ const percent = share => (100 * share).toPrecision(4).replace(/\.?0+$/, "") + " 
 const [blockQ, blockK] = data.block, blocksK = Math.ceil(data.keys / blockK);
 const perWord = Math.min(blockK, 32), words = Math.max(1, blockK / 32);
 const bits = data.bits === undefined ? null : new Int32Array(bytes(data.bits));
-const LEFT = 58, TOP = 8, BOTTOM = 26, RIGHT = 14;
+const LEFT = 58, TOP = 8, BOTTOM = 26, RIGHT = 30; // pixels: the last label below is centred at its tick
 const SCORE = 2, BORDER = 6; // pixels: the least size of a score, and of a block with borders
+const FEW = 1024; // tokens a side: these are shown as scores of any size, as in BlockMask.plot
 const MEANINGS = ["empty tile", "partial tile, dead", "partial tile, live", "full tile, live"];
 const step = least => { // 1, 2 or 5 times a power of ten
   const ten = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
@@ -52,7 +53,8 @@ for (const panel of data.panels) {
   canvas.width = wide + LEFT + RIGHT; canvas.height = high + TOP + BOTTOM;
   let view = { x: 0, y: 0, w: data.keys, h: data.queries }; // the part that is shown, in tokens
   const context = canvas.getContext("2d");
-  const showsScores = () => bits !== null && Math.min(wide / view.w, high / view.h) >= SCORE;
+  const showsScores = () => bits !== null
+    && (Math.max(view.w, view.h) <= FEW || Math.min(wide / view.w, high / view.h) >= SCORE);
   const drawScores = () => {
     const x0 = Math.floor(view.x), y0 = Math.floor(view.y);
     const w = Math.min(data.keys, Math.ceil(view.x + view.w)) - x0;
@@ -65,6 +67,7 @@ for (const panel of data.panels) {
       scores.data.set(data.colours[kind(y0 + q, x0 + k)], 4 * (q * w + k));
     part.getContext("2d").putImageData(scores, 0, 0);
     const sx = wide / view.w, sy = high / view.h;
+    context.imageSmoothingEnabled = sx < 1; // smaller than pixels: their mean, not one of them
     context.drawImage(part, (x0 - view.x) * sx, (y0 - view.y) * sy, w * sx, h * sy);
   };
   const line = (x0, y0, x1, y1) => {

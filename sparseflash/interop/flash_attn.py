@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +14,13 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, dense_tensor, flag
-from sparseflash.blockmask.cache import bounded, bounded_tensors
-from sparseflash.interop.alibi import alibi_of_batch, alibi_of_sequences, score_changes
-from sparseflash.interop.tokens_first import check_window, heads_first, refuse_unless
-from sparseflash.masks.causal import causal as causal_mask
-from sparseflash.masks.local import local
-from sparseflash.pattern import Pattern
-from sparseflash.varlen import varlen_mask
+from sparseflash.blockmask.arguments import Block, integer_tensor
+from sparseflash.blockmask.cache import bounded_tensors
+from sparseflash.interop.alibi import alibi_of_batch, score_changes
+from sparseflash.interop.flash_attn_varlen import Window, packed_attention, sides, window
+from sparseflash.interop.paged import packed_over_pages
+from sparseflash.interop.tokens_first import heads_first, refuse_unless
 
-Window = tuple[int | None, int | None]
 _NO_LIMIT = (-1, -1)
 
 
@@ -55,7 +50,7 @@ def flash_attn_func(
     """
     qh, kh, vh = heads_first(q, "q"), heads_first(k, "k"), heads_first(v, "v")
     del deterministic
-    left, right = _sides(window_size, causal)
+    left, right = sides(window_size, causal)
     mask = None
     if not (left is right is None) and qh.shape[2] and kh.shape[2]:
         make = _made if torch.compiler.is_compiling() else _kept
@@ -86,80 +81,46 @@ def flash_attn_varlen_func(
     torch.Size([300, 4, 16])
 
     Args:
-        q, k, v: packed tokens, `[total_q, Hq, D]`, `[total_k, Hkv, D]` and `[total_k, Hkv, Dv]`.
+        q, k, v: packed tokens, `[total_q, Hq, D]`, `[total_k, Hkv, D]` and `[total_k, Hkv, Dv]`. Tokens past all
+            sequences are padding: their out is 0, their lse -inf, their gradients 0.
         cu_seqlens_q, cu_seqlens_k: the running sums of the lengths. On a GPU the first call with a tensor waits for it;
             see `attention_varlen`.
-        max_seqlen_q, max_seqlen_k: not needed here.
-        block_table: must be None; `flash_attn_with_kvcache` reads pages.
+        max_seqlen_q: needed with a `block_table` only. max_seqlen_k: not needed here.
+        block_table: the pages of each sequence, integers `[B, n]`; k and v are then all pages, `[P, page, Hkv, D]`, and
+            have no gradients.
         the others: as for `flash_attn_func`; `alibi_slopes [B, Hq]` has one row for each sequence; lse is
             `[Hq, total_q]`.
     """
-    refuse_unless(
-        block_table is None, "block_table", "None in flash_attn_varlen_func; pages go to flash_attn_with_kvcache",
-        block_table,
-    )  # fmt: skip
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if dense_tensor(x, name).ndim != 3:
-            raise ValueError(f"{name} must have shape [tokens, heads, head dim]; got {list(x.shape)}.")
+    if block_table is not None:
+        return _of_pages(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, (return_lse, return_attn_probs), dropout_p,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, backend=backend,
+        )  # fmt: skip
     del max_seqlen_q, max_seqlen_k, deterministic
-    left, right = _sides(window_size, causal)
-    pattern: Pattern | None = None if left is right is None else _Within(left, right, block)
-    if (left, right) == (None, 0):
-        pattern = _causal(block)
-    mask = None
-    if len(q) and len(k):
-        mask = varlen_mask(cu_seqlens_q, cu_seqlens_k, pattern, block=block, device=q.device)
-    if mask is not None and (mask.q_len, mask.k_len) != (len(q), len(k)):
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}; got "
-            f"{mask.q_len} and {mask.k_len}."
-        )
-    changes = score_changes(softcap, learnable_sink)
-    if alibi_slopes is not None:
-        changes = changes + alibi_of_sequences(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k)
-    qh, kh, vh = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, lse = attention(
-        qh, kh, vh, mask, scale=softmax_scale, return_lse=True,
-        dropout_p=dropout_p, scores=changes if changes.changes else None, backend=backend,
+    out, lse = packed_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, block=block,
+        backend=backend,
     )  # fmt: skip
-    return _returned(out[0].transpose(0, 1), lse[0], return_lse, return_attn_probs, dropout_p)
+    return _returned(out, lse, return_lse, return_attn_probs, dropout_p)
 
 
-@dataclass(frozen=True)
-class _Within:
-    """The pattern of a window, which equals every other pattern of the same window, so that masks are kept by it."""
-
-    left: int | None
-    right: int | None
-    block: Block
-
-    def __call__(self, q_len: int, k_len: int | None = None) -> BlockMask:
-        return _window(q_len, q_len if k_len is None else k_len, self.left, self.right, self.block)
-
-
-@bounded(maxsize=16)
-def _causal(block: Block) -> Pattern:
-    return partial(causal_mask, block=block)  # kept, because masks are kept by the object
-
-
-def _sides(window_size: Window, causal: bool) -> Window:
-    """`(left, right)`, None for no limit."""
-    check_window(window_size)
-    left, right = (None if side is None or side < 0 else side for side in window_size)
-    return left, 0 if flag(causal, "causal") else right
-
-
-def _window(q_len: int, k_len: int, left: int | None, right: int | None, block: Block) -> BlockMask:
-    if (left, right) == (None, 0):
-        return causal_mask(q_len, k_len, block=block)
-    everything = q_len + k_len
-    left, right = everything if left is None else left, everything if right is None else right
-    return local(q_len, k_len, left=left, right=right, block=block)
+def _of_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int | None,
+    block_table: Tensor, returns: tuple[bool, bool], dropout_p: float, **options: Any,
+) -> Any:  # fmt: skip
+    refuse_unless(not dropout_p, "dropout_p", "0 with a block_table", dropout_p)
+    refuse_unless(max_seqlen_q is not None, "max_seqlen_q", "given with a block_table", None)
+    assert max_seqlen_q is not None
+    lengths = integer_tensor(cu_seqlens_k, "cu_seqlens_k", q.device).diff()
+    out, lse = packed_over_pages(q, k, v, lengths, block_table, cu_seqlens_q, max_seqlen_q, **options)
+    return _returned(out, lse, *returns, dropout_p)
 
 
 def _made(q_len: int, k_len: int, left: int | None, right: int | None, block: Block, device: Any) -> BlockMask:
     with torch.inference_mode(False):  # otherwise a later training step could not use it
-        return _window(q_len, k_len, left, right, block).to(device)
+        return window(q_len, k_len, left, right, block).to(device)
 
 
 _kept = bounded_tensors(maxsize=32)(_made)

@@ -37,6 +37,9 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: `[B, S, Hkv, D]`, or all pages, `[P, page, Hkv, D]`, with `block_table`.
         k, v: new keys and values, `[B, n, Hkv, D]`, which are written into the cache at positions `cache_seqlens` to
             `cache_seqlens + n - 1`. The room is not checked, which would make the host wait.
+        rotary_cos, rotary_sin: `[positions, R / 2]`: the first R features of k and of q are rotated by their positions,
+            which begin at `cache_seqlens`; without `causal` and a window all queries are at `cache_seqlens`. Needs k.
+        rotary_interleaved: features 2i and 2i + 1 are a pair (GPT-J); otherwise i and i + R / 2 (GPT-NeoX, Llama).
         cache_seqlens: tokens in the cache, without the new ones; an int, or integers `[B]`; None: it is full.
         cache_batch_idx: the rows of the cache that the sequences have, integers `[B]`.
         cache_leftpad: the first live token of each sequence, integers `[B]`.
@@ -45,30 +48,29 @@ def flash_attn_with_kvcache(
         num_splits: 0 for the default, which does not depend on the batch.
         softcap: 0 for none. alibi_slopes: `[Hq]`. learnable_sink: logits `[Hq]`, as in FlashAttention-4.
         softmax_scale, return_softmax_lse, backend: as `scale`, `return_lse` and `backend` of `attention_with_cache`.
-
-    `rotary_cos` and `rotary_sin` are refused.
     """
-    refuse_unless(
-        rotary_cos is None and rotary_sin is None, "rotary_cos and rotary_sin",
-        "None; rotate q and k before the call, by their positions from cache_seqlens on", "tensors",
-    )  # fmt: skip
     refuse_unless((k is None) == (v is None), "k and v", "given together", "one of them")
+    refuse_unless((rotary_cos is None) == (rotary_sin is None), "rotary_cos and rotary_sin", "given together", "one")
+    refuse_unless(rotary_cos is None or k is not None, "k and v", "given with rotary_cos, which rotates them", None)
     refuse_unless(cache_batch_idx is None or block_table is None, "cache_batch_idx", "None with a block_table", "both")
-    del rotary_interleaved
     queries, keys, values = heads_first(q, "q"), heads_first(k_cache, "k_cache"), heads_first(v_cache, "v_cache")
     batch, heads, q_len, dim = queries.shape
+    check_window(window_size)
+    left, right = (None if side is None or side < 0 else side for side in window_size)
     if cache_batch_idx is not None:  # rows of a cache are pages as long as the cache
         block_table = cache_batch_idx[:, None]
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     refuse_unless(k is None or cache_seqlens is not None, "cache_seqlens", "given with new keys", None)
     filled = room if cache_seqlens is None else cache_seqlens
     lengths = torch.full((batch,), filled, device=q.device) if isinstance(filled, int) else filled
+    if rotary_cos is not None and rotary_sin is not None and k is not None:
+        moves = flag(causal, "causal") or not (left is right is None)
+        queries = rotated(queries, rotary_cos, rotary_sin, lengths, rotary_interleaved, moves=moves)
+        k = rotated(heads_first(k, "k"), rotary_cos, rotary_sin, lengths, rotary_interleaved).transpose(1, 2)
     if k is not None and v is not None:
         _write(k_cache, k, lengths, block_table)
         _write(v_cache, v, lengths, block_table)
         lengths = lengths + k.shape[1]
-    check_window(window_size)
-    left, right = (None if side is None or side < 0 else side for side in window_size)
     together = q_len > 1 and not flag(causal, "causal") and right != 0
     if together:
         refuse_unless(
@@ -94,6 +96,33 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     out, lse = out.reshape(batch, heads, q_len, -1).transpose(1, 2), lse.reshape(batch, heads, q_len)
     return (out, lse) if return_softmax_lse else out
+
+
+def rotated(
+    x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, *, moves: bool = True
+) -> Tensor:  # fmt: skip
+    """x `[B, H, n, D]` with its first features rotated by the positions `first [B]`, `first + 1`, ...
+
+    >>> x, angle = torch.ones(1, 1, 2, 3), torch.arange(5.0)[:, None]
+    >>> rotated(x, angle.cos(), angle.sin(), torch.tensor([0]), True)[0, 0, 1]
+    tensor([-0.3012,  1.3818,  1.0000])
+
+    cos, sin: `[positions, R / 2]`; moves: False for all at `first`.
+    """
+    half = cos.shape[-1]
+    if cos.ndim != 2 or cos.shape != sin.shape or 2 * half > x.shape[-1]:
+        raise ValueError(
+            f"rotary_cos and rotary_sin must have shape [positions, half of the rotated features], at most "
+            f"{x.shape[-1] // 2} of them; got {list(cos.shape)} and {list(sin.shape)}."
+        )
+    at = first.long()[:, None] + (torch.arange(x.shape[2], device=x.device) if moves else 0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cosine, sine = (y.to(wide)[at][:, None] for y in (cos, sin))  # [B, 1, n, R / 2]
+    turning, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    one, two = (turning[..., 0::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    pair = one * cosine - two * sine, one * sine + two * cosine
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
 
 
 def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:

@@ -10,6 +10,7 @@ import torch
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, checked_mask, integer
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.interop.flex_blocks import in_supported_blocks
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
 from sparseflash.interop.lookup import READS, MaskMod, tile_lookup
 from sparseflash.interop.lookup import mask_mod as looked_up
@@ -66,7 +67,7 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
 
 
 def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int | None = None) -> BlockMask:
-    """The mask of FlexAttention's `BlockMask`, in its blocks, as the compiled kernels read it.
+    """The mask of FlexAttention's `BlockMask`, in its blocks if a mask can have them, as the compiled kernels read it.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
@@ -86,9 +87,11 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     Time is proportional to the partial blocks. To store a long mask, save the mask itself (`BlockMask.save`) rather
     than the result of `to_flex`.
 
-    Raises TypeError for anything else than a FlexAttention mask; ValueError for blocks that a mask cannot have (powers
-    of two from 16 to 256), for lists that name a block twice or out of range, and for numbers of batch elements or
-    heads that are missing or differ from the lists'. Errors of `mask_mod` propagate.
+    Blocks of other sizes than powers of two from 16 to 256 become blocks of the next smaller one, or of 16.
+
+    Raises TypeError for anything else than a FlexAttention mask; ValueError for lists that name a block twice or out of
+    range, and for numbers of batch elements or heads that are missing or differ from the lists'. Errors of `mask_mod`
+    propagate.
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -96,11 +99,6 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     if not issubclass(kind, FlexBlockMask):
         raise TypeError(f"block_mask must be FlexAttention's BlockMask; got {kind.__module__}.{kind.__qualname__}.")
     block_q, block_k = block_mask.BLOCK_SIZE
-    if block_q not in BLOCKS or block_k not in BLOCKS:
-        raise ValueError(
-            f"BLOCK_SIZE must be of {', '.join(map(str, BLOCKS))}; got {block_q} x {block_k}. Pass one of these "
-            "to create_block_mask."
-        )
     q_len, k_len = block_mask.seq_lengths
     partial = _four_dimensional(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = None
@@ -129,7 +127,12 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     ]
     partial = _for_each(partial, sizes)
     full = None if full is None else _for_each(full, sizes)
-    return mask_of_lists(q_len, k_len, block_q, block_k, partial, full, block_mask.mask_mod)
+    rule = block_mask.mask_mod
+    if block_q not in BLOCKS or block_k not in BLOCKS:
+        (block_q, block_k), partial, full, rule = in_supported_blocks(
+            partial, full, (q_len, k_len), (block_q, block_k), rule
+        )
+    return mask_of_lists(q_len, k_len, block_q, block_k, partial, full, rule)
 
 
 def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool, bool]:

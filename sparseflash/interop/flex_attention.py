@@ -25,6 +25,7 @@ from sparseflash.blockmask.cache import BoundedDict, is_countable
 from sparseflash.blockmask.number import Number
 from sparseflash.captured import Captured
 from sparseflash.interop.flex import from_flex
+from sparseflash.interop.flex_blocks import supported
 from sparseflash.interop.score_mods import changes_of
 from sparseflash.interop.tokens_first import refuse_unless
 from sparseflash.masks.causal import is_causal
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 _THEIRS = ("AuxOutput", "AuxRequest", "FlexKernelOptions", "and_masks", "create_mask", "noop_mask", "or_masks")
+# FlexAttention's choices of kernels and tiles, which leave its results as they are.
+_KERNEL_CHOICES = (
+    "BACKEND", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCKS_ARE_CONTIGUOUS",
+    "FORCE_USE_FLEX_ATTENTION", "num_stages", "num_warps", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "USE_TMA",
+    "SPLIT_KV", "WRITE_DQ", "kpack", "matrix_instr_nonkdim", "waves_per_eu",
+)  # fmt: skip
 _NUMBERS = (("batch element", "B"), ("head", "H"))
 _converted = BoundedDict(32)  # masks of FlexAttention's masks, by id, batch and heads
 
@@ -63,7 +70,8 @@ def create_block_mask(
             depends on b, B must be the attention's number; if it depends on h, H must be.
         Q_LEN, KV_LEN: tokens.
         device: by default the GPU, if there is one.
-        BLOCK_SIZE: tokens per tile, a power of two from 16 to 256, or two of them.
+        BLOCK_SIZE: tokens per tile, or two numbers. Powers of two from 16 to 256 are taken as they are, others as the
+            next smaller one, or 16: scores stay the same.
         _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order: choices for FlexAttention's kernels, which
             change no mask here.
 
@@ -91,7 +99,8 @@ def _created(
     # `wraps` keeps the signature, which is checked.
     rule = wraps(mask_mod)(noted) if callable(mask_mod) else mask_mod
     batch, heads = (1 if n is None else n for n in numbers)
-    mask = BlockMask.from_function(rule, *lengths, batch=batch, heads=heads, block=block, device=device)
+    size: Any = tuple(map(supported, block)) if isinstance(block, tuple | list) else supported(block)
+    mask = BlockMask.from_function(rule, *lengths, batch=batch, heads=heads, block=size, device=device)
     for is_read, given, (what, name) in zip(read, numbers, _NUMBERS):
         if is_read and given is None:
             raise ValueError(
@@ -125,11 +134,13 @@ def flex_attention(
             first use, and again if its lists, its `mask_mod`, or numbers or tensors that this reads have changed.
         enable_gqa: allows Hkv to be a divisor of Hq.
         return_lse: also return lse `[B, Hq, Nq]`. return_aux: return `(out, AuxOutput)`; `max_scores` is refused.
-        scale, backend: as for `attention`. kernel_options: refused.
+        scale, backend: as for `attention`. kernel_options: choices for FlexAttention's kernels, which change no result
+            here: tile sizes follow from the GPU and the mask.
     """
-    refuse_unless(
-        not kernel_options, "kernel_options", "None: tile sizes follow from the GPU and the mask", kernel_options
-    )
+    for name in kernel_options or ():
+        if name.removeprefix("fwd_").removeprefix("bwd_") not in _KERNEL_CHOICES:
+            known = ", ".join(_KERNEL_CHOICES)
+            raise ValueError(f"kernel_options must be of {known}, for both ways or with fwd_ or bwd_; got {name!r}.")
     refuse_unless(
         return_aux is None or not (return_lse or return_aux.max_scores), "return_aux",
         "AuxRequest(lse=True), without return_lse and max_scores", return_aux,

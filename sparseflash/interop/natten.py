@@ -20,6 +20,8 @@ from sparseflash.masks import order as orders
 from sparseflash.masks.neighborhood import neighborhood
 from sparseflash.masks.tiling.grid import coordinates, per_axis, strides
 
+_KERNELS = ("cutlass-fna", "hopper-fna", "blackwell-fna", "flex-fna")  # NATTEN's backends
+
 PerAxis = int | Sequence[int] | None
 Flags = bool | Sequence[bool] | None
 # Arguments that choose NATTEN's kernels and leave its results as they are.
@@ -74,7 +76,8 @@ def na2d(
     The mask is made once for each shape and set of options, and kept. If it has fewer live tiles so, tokens are
     reordered into tiles of the grid, by one operation for each of q, k, v and the result.
 
-    NATTEN's choices of kernels and tiles, such as `q_tile_shape`, are refused.
+    NATTEN's choices of kernels and tiles, such as `q_tile_shape` and `backend="cutlass-fna"`, change nothing: both
+    follow from the GPU and the mask here.
     """
     given = (kernel_size, stride, dilation, is_causal, scale, additional_keys, additional_values)
     return _neighborhood(2, query, key, value, *given, return_lse, block, backend, others)
@@ -105,7 +108,8 @@ def _neighborhood(
     for name in others:
         if name not in _KERNEL_CHOICES:
             raise TypeError(f"na{axes}d got an argument that NATTEN does not have, {name!r}.")
-        refuse_unless(False, name, "left out: kernels and tiles follow from the GPU and the mask", others[name])
+    if backend in _KERNELS:
+        backend = None
     for name, x in (("query", query), ("key", key), ("value", value)):
         letters = ("N", "height, width", "frames, height, width")[axes - 1]
         if dense_tensor(x, name).ndim != axes + 3 or x.shape[:-2] != query.shape[:-2]:

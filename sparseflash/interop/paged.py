@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparseflash.blockmask.arguments import dense_tensor
 from sparseflash.decode import FEW
-from sparseflash.interop.flash_attn import flash_attn_varlen_func
 from sparseflash.interop.flash_attn_cache import flash_attn_with_kvcache
+from sparseflash.interop.flash_attn_varlen import packed_attention
 from sparseflash.interop.tokens_first import refuse_unless
 
 
@@ -30,7 +30,7 @@ def packed_over_pages(
         seq_lens: keys of each sequence, the new ones included, integers `[B]`.
         block_table: the pages of each sequence, integers `[B, n]`.
         max_seqlen_q: the longest sequence of queries.
-        options: as for `flash_attn_varlen_func`.
+        options: as for `packed_attention`.
 
     If all sequences have equally many queries, 16 at most, the decoding kernel reads the pages, and the host does not
     wait. Otherwise the keys are copied out of the pages, and the host waits for the lengths.
@@ -57,7 +57,4 @@ def packed_over_pages(
     row = torch.repeat_interleave(torch.arange(batch, device=device), seq_lens.long())
     at = torch.arange(len(row), device=device) - sums[row]
     pages, at = block_table[row, at // page].long(), at % page
-    out, lse = flash_attn_varlen_func(
-        q, k_pages[pages, at], v_pages[pages, at], cu_seqlens_q, sums, return_lse=True, **options
-    )
-    return out, lse
+    return packed_attention(q, k_pages[pages, at], v_pages[pages, at], cu_seqlens_q, sums, **options)

@@ -67,10 +67,10 @@ def memory_efficient_attention(
         block, backend: as for `sdpa`.
 
     A query without a live key gives 0; xformers gives NaN. Masks are kept by what the bias says. A tensor is converted
-    at every call; see `sdpa`. `op`, `output_dtype` and biases with pages are refused.
+    at every call; see `sdpa`. `op` changes nothing: the kernels follow from the GPU and the mask. `output_dtype` and
+    biases with pages are refused.
     """
-    # A pair of None is xformers' own default.
-    refuse_unless(op in (None, (None, None)), "op", "None: the kernels follow from the GPU and the mask", op)
+    del op
     refuse_unless(output_dtype in (None, query.dtype), "output_dtype", "None or query's dtype", output_dtype)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if dense_tensor(x, name).ndim not in (3, 4, 5) or x.ndim != query.ndim:

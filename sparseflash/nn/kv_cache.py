@@ -53,10 +53,11 @@ class KVCache:
                 "computed from. Add them under torch.no_grad()."
             )
         batch, kv_heads, _, head_dim = self.k.shape
-        if k.ndim != 4 or k.shape != v.shape or k.shape != (batch, kv_heads, k.shape[2], head_dim):
+        wanted = [(batch, kv_heads, k.shape[2] if k.ndim == 4 else 0, x.shape[3]) for x in (self.k, self.v)]
+        if [tuple(k.shape), tuple(v.shape)] != wanted:
+            shape = f"[{batch}, {kv_heads}, N, {head_dim}]"
             raise ValueError(
-                f"k and v must have shape [{batch}, {kv_heads}, N, {head_dim}] to be added to this cache; got "
-                f"{list(k.shape)} and {list(v.shape)}."
+                f"k and v must have shape {shape} to be added to this cache; got {list(k.shape)} and {list(v.shape)}."
             )
         stop = self.length + k.shape[2]
         if stop > self.capacity:

@@ -46,14 +46,13 @@ def bias(values: Tensor) -> Bias:
 
     Args:
         values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned; a size of 1 is shared. Only entries of live
-            scores are read; the gradients of the others are 0. An entry is finite, or -inf for a dead score. A score
-            that is dead because of -inf is still computed; only dead tiles of the mask save work.
+            scores are read; the gradients of the others are 0. An entry is finite, or -inf for a dead score, which is
+            still computed; only dead tiles of the mask save work.
 
-    A bias that is the same for all queries (`Nq` is 1) is treated as a `key_bias`, whose gradient needs no `[Nq, Nk]`.
-    If values are shared by batch elements or heads, the Triton kernels first store the gradient of each, in fp32, and
-    then sum. The Hopper kernels are fastest if values have the dtype of q and rows that begin at multiples of 16 bytes;
-    they compute the gradient of values only if no dimension is shared, otherwise the portable kernels do. `tile_bias`
-    stores a bias for the live tiles of a sparse mask only.
+    A bias that is the same for all queries (`Nq` is 1) becomes a `key_bias`, whose gradient needs no `[Nq, Nk]`. For
+    shared values the Triton kernels store the gradient of each batch element and head in fp32, and then sum. The Hopper
+    kernels are fastest if values have the dtype of q and rows that begin at multiples of 16 bytes; they learn only
+    values that no dimension shares, otherwise the portable kernels do. `tile_bias` stores live tiles only.
     """
     values = floating(values, "bias")
     if values.ndim != 4:

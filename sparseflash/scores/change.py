@@ -113,9 +113,9 @@ class Scores:
     (('softcap', 'distance'), True)
 
     The order: `temperature` divides; `softcap` caps; then `distance` (`alibi`, `log_decay`), `relative`, `key_bias`,
-    `bias` and `tile_bias` add; `function` replaces the score; last, `sink` joins the softmax. FlashAttention also caps
-    before it adds. At most one of each kind can be given; to use two biases, add their tensors. (A `bias` that is the
-    same for all queries becomes a `key_bias`, and is added to a `key_bias` that is given, too.)
+    `bias` and `tile_bias` add; `function` replaces the score; last, `sink` joins the softmax. At most one of each kind;
+    to use two biases, add their tensors. (A `bias` that is the same for all queries becomes a `key_bias`, and is added
+    to a given one.)
     """
 
     changes: tuple[Change, ...]
@@ -156,8 +156,8 @@ class Scores:
         """The gradient by `steps[0]`, given the gradient by the last step; adds the gradients of `tensors()` to
         `learned`.
 
-        It does not use autograd, which sums gradients of an indexed tensor in an order that may change, and which is
-        off inside operators.
+        Without autograd, which sums gradients of an indexed tensor in an order that may change, and which is off inside
+        operators.
         """
         stop = len(learned)
         for number, change in reversed(list(enumerate(self.changes))):
@@ -174,6 +174,17 @@ class Scores:
 
     def tensors(self) -> list[Tensor]:
         return [x for change in self.changes for x in change.tensors()]
+
+    def key(self) -> tuple[Any, ...]:
+        """Everything but the values of the tensors, for caches. Types are a part of it, because `prepared` replaces
+        some changes by others, whose tensors it computes.
+        """
+        key: list[Any] = []
+        for change in self.changes:
+            key += type(change), change.numbers(), getattr(change, "identity", None)
+            for x in change.tensors():
+                key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16  # kernels are compiled for alignment
+        return tuple(key)
 
     def by_kind(self, wanted: Sequence[bool]) -> dict[str, list[bool]]:
         """Flags for each of `tensors()`, such as whether it receives a gradient, by kind; False where none is given."""

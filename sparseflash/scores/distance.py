@@ -54,8 +54,8 @@ def alibi(slopes: Tensor) -> Distance:
     >>> attention(q, k, v, masks.causal(100), scores=scores.alibi(slopes)).shape
     torch.Size([1, 8, 100, 16])
 
-    slopes: `[Hq]`, which may be learned. Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022; the
-    distance is symmetric, for masks that are not causal, and aligned at the bottom right, as in FlashAttention.
+    slopes: `[Hq]`, which may be learned. Source: Press, Smith and Lewis, "Train Short, Test Long", ICLR 2022;
+    symmetric, and aligned at the bottom right, as in FlashAttention.
     """
     return Distance(_slopes(slopes))
 

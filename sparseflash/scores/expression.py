@@ -1,11 +1,11 @@
 """Functions of single scores as data: a list of elementwise operations. Kernels are made from it.
 
-An expression is a list of nodes, each computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds
-the nodes of its derivatives.
+Each node of the list is computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds nodes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,7 +32,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "floor_divide": torch.floor_divide, "remainder": torch.remainder,
     "neg": torch.neg, "abs": torch.abs, "sign": torch.sign, "floor": torch.floor, "ceil": torch.ceil,
     "pow": lambda x, exponent: torch.pow(x, exponent.item()),  # as for a number, which is another kernel of PyTorch
-    "exp": torch.exp, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt,
+    "exp": torch.exp, "log": torch.log, "log1p": torch.log1p, "sqrt": torch.sqrt, "erf": torch.erf,
     "sin": torch.sin, "cos": torch.cos, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
     "minimum": torch.minimum, "maximum": torch.maximum, "where": torch.where,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
@@ -42,7 +42,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 _OF_BOOLS = ("and", "or", "xor", "not", "where", "eq", "ne", "to_float", "to_int", "to_bool", "detach")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "not", "to_bool")
-_FLOATS = ("div", "sign", "exp", "log", "log1p", "sqrt", "sin", "cos", "tanh", "sigmoid", "floor", "ceil", "to_float")
+_FLOATS = ("div", "sign", "exp", "log", "log1p", "sqrt", "erf", "sin", "cos", "tanh", "sigmoid", "floor", "ceil",
+           "to_float")  # fmt: skip
 
 
 class Expression:
@@ -156,8 +157,8 @@ def _folded(op: str, values: Sequence[float | int | bool], kind: Kind) -> float 
 def derivatives(made: Expression, output: int, of: Sequence[int]) -> list[int]:
     """Nodes with the derivatives of `output`, of kind float, by the nodes `of`, each taken as independent.
 
-    The chain rule is applied from the output back. At a kink the derivative is PyTorch's, but a `minimum` or `maximum`
-    of equal numbers gives its gradient to the first.
+    At a kink the derivative is PyTorch's, but a `minimum` or `maximum` of equal numbers gives its gradient to the
+    first.
     """
     gradients: dict[int, int] = {output: made.number(1.0)}
     relevant = set(of)
@@ -227,6 +228,9 @@ _RULES: dict[str, Callable[..., list[int | None]]] = {
     "log": _rule(lambda do, n, y, x: do("div", n(1.0), x[0])),
     "log1p": _rule(lambda do, n, y, x: do("div", n(1.0), do("add", x[0], n(1.0)))),
     "sqrt": _rule(lambda do, n, y, x: do("div", n(0.5), y)),
+    "erf": _rule(
+        lambda do, n, y, x: do("mul", n(2 / math.sqrt(math.pi)), do("exp", do("neg", do("mul", x[0], x[0])))),
+    ),
     "sin": _rule(lambda do, n, y, x: do("cos", x[0])),
     "cos": _rule(lambda do, n, y, x: do("neg", do("sin", x[0]))),
     "tanh": _rule(lambda do, n, y, x: do("sub", n(1.0), do("mul", y, y))),

@@ -135,23 +135,21 @@ def function(
 
     Args:
         change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and the int64 indices `b`,
-            `h`, `q` and `k` of batch element, query head, query and key. These are never past the sizes of q and k. So
-            `bias[h][q, k]` works. `torch.vmap` calls it for all scores of live tiles, dead scores in them included. For
-            all of these its result must be finite, or -inf (dead), and its derivative finite.
+            `h`, `q` and `k` of batch element, query head, query and key, never past the sizes of q and k. So
+            `bias[h][q, k]` works. `torch.vmap` calls it for all scores of live tiles, dead ones included: for all of
+            these its result must be finite, or -inf (dead), and its derivative finite.
         tensors: further tensors that it reads, in particular every tensor that needs a gradient.
-        derivative: of the result by the score, a function of the same arguments. By default `change` is differentiated.
+        derivative: of the result by the score, with the same arguments; by default `change` is differentiated.
         kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
             the same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made
             contiguous. Tensors receive no gradients from it.
-        kernel_derivative: the derivative by the score, a function of the same kind; without it, no backward.
+        kernel_derivative: the derivative by the score, of the same kind; without it, no backward.
 
     The reference and the blockwise backend call `change`, and differentiate it by autograd. For the Triton kernels the
-    first call records the operations of `change`, with placeholders as arguments, and compiles them into the kernels,
-    once for all masks. So:
+    first call records its operations and compiles them into the kernels, once for all masks. So:
 
     - keep the result of `scores.function`; a new one in every step is recorded in every step;
-    - Python numbers that `change` reads while it is recorded, also from tensors that it captures, are constants of the
-      kernels: later changes of them have no effect;
+    - Python numbers that `change` reads, also from tensors that it captures, are constants of the kernels;
     - `change` must not read the values of its arguments in Python (`item()`, `if`), nor change them in place; both
       raise an error.
 
@@ -159,17 +157,19 @@ def function(
 
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
-      `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`, `detach` (but not
-      `torch.no_grad()`). All are computed in fp32, integers in 64 bits where 32 are too few.
+      `cos`, `tanh`, `erf`, `sigmoid`, `relu`, `silu`, `gelu`, `softplus`, `detach` (but not `torch.no_grad()`), in
+      fp32, integers in 64 bits where 32 are too few.
     - entries of tensors: every dimension is indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.
+    - `torch.dot` of two such rows of at most 256 numbers, `torch.dot(x[b, h, q], y[b, k])`. It is a sum of products of
+      single numbers, so features behind those of q and k (`torch.cat`) are faster.
     - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
-      each b and h. They are summed in a fixed order, so they have the same bits every time. The time for a table grows
-      with the number of different entries that a tile reads.
+      each b and h, summed in a fixed order: the same bits every time. The time for a table grows with the number of
+      different entries that a tile reads.
 
-    Raises ValueError for a function that captures a tensor that requires gradients, which would receive none. The
-    kernels raise ValueError when they are called for a function that they do not take.
+    Raises ValueError for a function that captures a tensor that requires gradients, which would receive none; at the
+    call, for one that the kernels do not take.
     """
     if not callable(change):
         raise TypeError(f"a function of (score, b, h, q, k, *tensors) must be given; got {type(change).__name__}.")

@@ -75,6 +75,16 @@ def _softplus(made: Expression, x: int) -> int:
     return made.apply("add", least, made.apply("log1p", made.apply("exp", made.apply("neg", made.apply("abs", x)))))
 
 
+def _gelu(made: Expression, x: int, approximate: str = "none") -> int:
+    if approximate == "tanh":
+        cube = made.apply("mul", made.apply("mul", x, x), made.apply("mul", x, made.number(0.044715)))
+        inside = made.apply("mul", made.apply("add", x, cube), made.number(math.sqrt(2 / math.pi)))
+        curve = made.apply("tanh", inside)
+    else:
+        curve = made.apply("erf", made.apply("mul", x, made.number(math.sqrt(0.5))))
+    return made.apply("mul", made.apply("mul", x, made.number(0.5)), made.apply("add", curve, made.number(1.0)))
+
+
 # Names of PyTorch's operators that return their input; the value that each operator fills with; how others are
 # recorded.
 SAME = ("clone", "alias", "contiguous")
@@ -95,7 +105,7 @@ RECORDED: dict[str, Callable[..., int]] = {
     "bitwise_not": lambda made, x: _bitwise_not(made, x),
     "relu": lambda made, x: made.apply("where", made.apply("gt", x, made.number(0)), x, made.number(0)),
     "silu": lambda made, x: made.apply("mul", x, made.apply("sigmoid", x)),
-    "softplus": _softplus,
+    "softplus": _softplus, "gelu": _gelu,
     "reciprocal": lambda made, x: made.apply("div", made.number(1.0), x),
     "rsqrt": lambda made, x: made.apply("div", made.number(1.0), made.apply("sqrt", x)),
     "square": lambda made, x: made.apply("mul", x, x),

@@ -17,8 +17,7 @@ from sparseflash.scores.relative import Relative
 
 
 def packed(changes: Scores, q_sums: tuple[int, ...], k_sums: tuple[int, ...], device: torch.device) -> Scores:
-    """The modifications for the packed tokens of sequences with these running sums, as one call of `attention` takes
-    them.
+    """The modifications for the packed tokens of sequences with these running sums, for one call of `attention`.
 
     >>> from sparseflash import scores
     >>> alibi = scores.Scores((scores.alibi(torch.ones(2)),))

@@ -14,8 +14,8 @@ from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 
-# Functions of places in a call that call functions of positions, kept so that each is recorded for the kernels once and
-# not at every step. A program that keeps making new functions loses old ones.
+# Functions of places in a call that call functions of positions, kept so that each is recorded once and not at every
+# step.
 _placed = BoundedDict(32)
 
 
@@ -59,9 +59,8 @@ class Packed:
         return self._spread([k - q for q, k in zip(self.q_sums[1:], self.k_sums[1:], strict=True)], device)
 
     def places(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Four tensors, int64: the index of each query in its sequence, of each key in its sequence, the number of each
-        query's sequence, and what to add to a query's index for its position in the sequence.
-        """
+        """Four tensors, int64: each query's and each key's index in its sequence, each query's sequence, and what to
+        add to its index for its position."""
         queries, keys = (
             torch.arange(sums[-1], device=device)
             - _spread(list(sums[:-1]), [stop - start for start, stop in pairwise(sums)], device)
@@ -104,8 +103,8 @@ def with_positions(
 ) -> Function:
     """A distance, or a function, or both, as a function of places in a call.
 
-    positions: of its queries and keys, int64; with packed sequences also the number of each query's sequence, which
-    becomes the function's b, and what to add to each query's position for its distance, besides `shift`.
+    positions: of its queries and keys, int64; with packed sequences also each query's sequence, which becomes the
+    function's b, and what to add to its position for its distance, besides `shift`.
     """
     is_packed = len(positions) > 2
     key = is_packed, shift, distance and distance.is_log, function and function.identity

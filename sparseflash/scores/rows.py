@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Change, Scores, Sizes
-from sparseflash.scores.distance import Distance
+from sparseflash.scores.function import Function, function
 
-_TAKEN = ("temperature", "softcap", "key_bias", "bias", "sink")
+_REFUSED = "tile_bias, which has values for the tiles of a mask that stays the same"
+_functions = BoundedDict(32)  # functions of rows, by `_Rule` and the identity of a user's function
 
 
 def in_rows(
-    given: Scores, sizes: Sizes, kv_heads: int, rows: int, placed: Callable[[Tensor], Tensor]
-) -> tuple[Scores | None, Tensor | None]:
+    given: Scores, sizes: Sizes, kv_heads: int, rows: int, placed: Callable[[Tensor], Tensor],
+    tokens: Tensor | None = None,
+) -> tuple[Scores | None, Tensor | None]:  # fmt: skip
     """The modifications for queries `[B, Hkv, Nq * rows, D]`, and the logits `[Hq]` of a sink, which joins later.
 
     >>> from sparseflash import scores
@@ -25,17 +28,23 @@ def in_rows(
     >>> changes.kinds, changes.tensors()[0].shape, logits.shape
     (('temperature',), torch.Size([1, 2, 48]), torch.Size([4]))
 
-    sizes: of the call, with Hq heads. placed: puts a tensor's last dimension, of keys, where the call has put the keys.
+    sizes: of the call, with Hq heads. placed: puts a tensor's last dimension, of keys, where the call has put the keys;
+    tokens: the token at each of these places, int64, if they are others.
 
-    Raises ValueError for other kinds, whose numbers depend on the head or the position of a query.
+    Changes by head and position (`alibi`, `log_decay`, `relative`, `function`) become one function of rows.
+
+    Raises ValueError for tile_bias, for a key_bias of each query head, and for a function with kernels of its own.
     """
     found: list[Change] = []
+    by_place: dict[str, Change] = {}
     logits = None
     group = sizes.heads // kv_heads
-    for change in given.changes:  # before any is checked against sizes that it will not have
-        if change.kind not in _TAKEN:
-            _refuse(("log_decay" if change.is_log else "alibi") if isinstance(change, Distance) else change.kind)
+    if given.find("tile_bias") is not None:  # before it is checked against a mask
+        _refuse(_REFUSED)
     for change in given.prepared(sizes).changes:
+        if change.kind in ("distance", "relative", "function"):
+            by_place[change.kind] = change
+            continue
         if change.kind == "sink":
             (logits,) = change.tensors()
         elif change.kind == "softcap":
@@ -46,7 +55,7 @@ def in_rows(
         elif change.kind == "key_bias":
             (x,) = change.tensors()
             if x.shape[1] > 1 and group > 1:
-                _refuse("a key_bias for each query head, which must be shared by the heads")
+                _refuse("a key_bias for each query head of a group that shares its keys")
             found.append(change.with_tensors([x if x.shape[-1] == 1 else placed(x)]))
         else:
             (x,) = change.tensors()
@@ -54,7 +63,89 @@ def in_rows(
             x = x.expand(-1, sizes.heads, -1, -1).unflatten(1, (kv_heads, group)).transpose(2, 3)
             x = torch.nn.functional.pad(x, (0, 0, 0, rows - group))
             found.append(change.with_tensors([x.flatten(2, 3)]))
+    if by_place:
+        found.append(_of_places(by_place, sizes, kv_heads, rows, tokens))
     return Scores(tuple(found)) if found else None, logits
+
+
+class _Rule(NamedTuple):
+    """What a function of rows computes, but for its tensors."""
+
+    group: int
+    rows: int
+    shift: int
+    is_log: int | None  # None: no distance
+    has_relative: bool
+    has_tokens: bool
+
+    def made(self, own: Function | None) -> Function:
+        """own: the user's function, which gets the changed score, the head, and the positions of query and key."""
+
+        def places(h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            row = q % self.rows
+            row = row if self.rows == self.group else row.clamp(max=self.group - 1)  # the others are padding
+            return row, q // self.rows, given.pop(0)[k] if self.has_tokens else k
+
+        def added(score: Tensor, h: Tensor, row: Tensor, query: Tensor, key: Tensor, given: list[Tensor]) -> Tensor:
+            if self.is_log is not None:
+                distance = (query + self.shift - key).abs().to(score.dtype)
+                score = score - given.pop(0)[h, row] * (distance.log1p() if self.is_log else distance)
+            if self.has_relative:
+                table, buckets, q_codes, k_codes = (given.pop(0) for _ in range(4))
+                score = score + table[h, row, buckets[q_codes[query] - k_codes[key]]]
+            return score
+
+        def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+            given = list(tensors)
+            row, query, key = places(h, q, k, given)
+            score = added(score, h, row, query, key, given)
+            return score if own is None else own.function(score, b, h * self.group + row, query, key, *given)
+
+        def slope(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+            assert own is not None and own.derivative is not None
+            given = list(tensors)
+            row, query, key = places(h, q, k, given)
+            score = added(score, h, row, query, key, given)
+            return own.derivative(score, b, h * self.group + row, query, key, *given)
+
+        return function(change, derivative=None if own is None or own.derivative is None else slope)
+
+
+def _of_places(
+    given: dict[str, Change], sizes: Sizes, kv_heads: int, rows: int, tokens: Tensor | None
+) -> Function:  # fmt: skip
+    """One function of the row, instead of changes whose numbers depend on the head and the positions."""
+    tensors: list[Tensor] = [] if tokens is None else [tokens]
+    is_log, own = None, given.get("function")
+    if distance := given.get("distance"):
+        (slopes,), (is_log,) = distance.tensors(), map(int, distance.numbers())
+        tensors.append(_of_rows(slopes, kv_heads, rows))
+    if relative := given.get("relative"):
+        table, *codes = relative.tensors()
+        tensors += [_of_rows(table, kv_heads, rows), *codes[:3]]
+    if own is not None:
+        assert isinstance(own, Function)
+        if own.kernel is not None:
+            _refuse("a function with kernel=, which knows no rows of heads")
+        tensors += own.tensors()
+    rule = _Rule(
+        sizes.heads // kv_heads, rows, sizes.k_len - sizes.q_len, is_log, relative is not None, tokens is not None
+    )
+    make = torch.compiler.disable(_kept) if torch.compiler.is_dynamo_compiling() else _kept
+    return make(rule, own).with_tensors(tensors)
+
+
+def _kept(rule: _Rule, own: Function | None) -> Function:
+    """`rule.made(own)`, once: a new function would be recorded anew. Dynamo cannot look for the one that is kept."""
+    key = rule, None if own is None else own.identity
+    made: Function = _functions.get(key) or _functions.put(key, rule.made(own))
+    return made
+
+
+def _of_rows(x: Tensor, kv_heads: int, rows: int) -> Tensor:
+    """`[Hq, ...]` as `[Hkv, rows, ...]`."""
+    x = x.unflatten(0, (kv_heads, -1))
+    return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]))
 
 
 def _rows(x: Tensor, kv_heads: int, rows: int, value: float) -> Tensor:
@@ -65,6 +156,6 @@ def _rows(x: Tensor, kv_heads: int, rows: int, value: float) -> Tensor:
 
 def _refuse(what: str) -> NoReturn:
     raise ValueError(
-        f"scores of selected_attention must be of temperature, softcap, key_bias, bias and sink; got {what}. Use "
-        "attention with the mask of the same blocks, masks.selected_keys(index, k_len=Nk, span=span, group=group)."
+        f"scores of selected_attention must not be {what}. Use attention with the mask of the same blocks, "
+        "masks.selected_keys(index, k_len=Nk, span=span, group=group)."
     )

@@ -18,6 +18,7 @@ from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kin
 _NUMBER = "a number that is read from a tensor, as by item(), if or an index, in place of torch.where"
 _NO_GRADIENTS = "torch.no_grad() or the like, in place of detach()"
 _READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)  # these call no operator
+LONGEST_ROW = 256  # numbers of a product of rows, each of which becomes one operation of the kernels
 _REMEDY = "With backend='blockwise' scores.function runs any function that torch.vmap can call."
 
 
@@ -215,6 +216,10 @@ class _Recorder:
             return self._indexed(name, *call.args)
         if name in FILLED:
             return self.made.number(FILLED[name](call.args))
+        if name in ("dot", "vdot"):
+            return self._dot(*map(self._value, call.args))
+        if name == "_to_copy" and isinstance(self._value(call.args[0]), _Entries) and call.result.is_floating_point():
+            return self._value(call.args[0])  # kernels read entries of all floating dtypes as fp32
         if name not in RECORDED:
             raise Refused(f"{name}, which is none of them")
         named = {key: each for key, each in call.kwargs.items() if key not in ("device", "layout", "pin_memory")}
@@ -222,6 +227,23 @@ class _Recorder:
             return RECORDED[name](self.made, *map(self._number, call.args), **named)
         except TypeError as error:
             raise Refused(f"{name} with other arguments than tensors and numbers") from error
+
+    def _dot(self, *rows: int | _Entries) -> int:
+        """The product of two rows of tensors, each of which has one dimension without an index, as a sum."""
+        entries = [each for each in rows if isinstance(each, _Entries)]
+        free = [each.indices.index(None) for each in entries]
+        size = self._tensors[entries[0].tensor].shape[free[0]]
+        if size > LONGEST_ROW:
+            raise Refused(f"dot of rows of {size} numbers, of which the kernels take at most {LONGEST_ROW}")
+        total = self.made.number(0.0)
+        for place in map(self.made.number, range(size)):
+            factors = []
+            for each, dim in zip(entries, free):
+                found = self._entry(each._replace(indices=(*each.indices[:dim], place, *each.indices[dim + 1 :])))
+                assert isinstance(found, int)
+                factors.append(found)
+            total = self.made.apply("add", total, self.made.apply("mul", *factors))
+        return total
 
     def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
         return found if isinstance(found, _Entries) else in_kind(self.made, found, dtype)

@@ -16,11 +16,13 @@ torch.Size([2, 300, 64])
 | `VideoSparseAttention` (VSA) | each cube of each head | cubes of a video | mean queries and keys |
 """
 
-# It may import `attention`, `blockmask`, `decode`, `grouped`, `masks`, `masks/tiling`, `nn`, `remedies`, `scores`,
-# `selected_tokens` and `varlen`.
+# It may import `attention`, `blockmask`, `decode`, `grouped`, `masks`, `masks/fused`, `masks/tiling`, `nn`, `remedies`,
+# `scores` and `selected_tokens`.
 
 from sparseflash.selection.block_selection import BlockSelection
 from sparseflash.selection.cache import SelectionCache
+from sparseflash.selection.context import Context
+from sparseflash.selection.latent import Latent
 from sparseflash.selection.mixture_of_blocks import MixtureOfBlocks
 from sparseflash.selection.native_sparse import NativeSparseAttention
 from sparseflash.selection.span_selection import SpanSelection
@@ -28,6 +30,6 @@ from sparseflash.selection.token_selection import TokenSelection
 from sparseflash.selection.video_sparse import VideoSparseAttention
 
 __all__ = [
-    "BlockSelection", "MixtureOfBlocks", "NativeSparseAttention", "SelectionCache", "SpanSelection", "TokenSelection",
-    "VideoSparseAttention",
+    "BlockSelection", "Context", "Latent", "MixtureOfBlocks", "NativeSparseAttention", "SelectionCache",
+    "SpanSelection", "TokenSelection", "VideoSparseAttention",
 ]  # fmt: skip

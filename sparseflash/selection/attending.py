@@ -13,6 +13,7 @@ from sparseflash.decode import attention_with_cache
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.chosen_keys import selected_keys
 from sparseflash.selected_tokens import token_attention
+from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
@@ -46,18 +47,26 @@ def over_chosen(
     if frame.lengths is not None:
         return _with_cache(q, k, v, index, frame, how, span)
     k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
-    if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and span >= 16:
+    if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and 16 <= span <= 256:
         return selected_attention(q, k, v, index, span=span, scale=how.scale, backend=how.backend)
     if index.shape[1] == kv_heads and span < 16 and how.decodes:  # kernels that gather single tokens
-        within = torch.arange(span, device=index.device)
-        tokens = torch.where(index.unsqueeze(4) < 0, -1, index.unsqueeze(4) * span + within).flatten(3)
-        out: Tensor = token_attention(q, k, v, tokens, scale=how.scale, backend=how.decoder)
+        out: Tensor = token_attention(q, k, v, tokens_of(index, span), scale=how.scale, backend=how.decoder)
         return out
     mask = selected_keys(
         index, k_len=frame.k_len, block=128 if span >= 128 else 64, span=span, causal=True,
         group=heads // index.shape[1],
     )  # fmt: skip
     return attention(q, k, v, mask, scale=how.scale, backend=how.backend)
+
+
+def over_latent(
+    q: Tensor, k: Tensor, index: Tensor, frame: Frame, how: How, *, v_dim: int
+) -> Tensor:  # fmt: skip
+    """Attention to the tokens `index [B, 1, Nq, K]`, whose keys hold their values."""
+    out: Tensor = token_attention(
+        q, k[:, :, : frame.k_len], None, index, v_dim=v_dim, scale=how.scale, backend=how.decoder
+    )
+    return out
 
 
 def over_near(

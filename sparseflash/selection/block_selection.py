@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
-from sparseflash.masks.select_blocks import select_blocks
+from sparseflash.masks.select_blocks import lists_of
+from sparseflash.masks.tiling.columns import Columns
 from sparseflash.nn.rotary import Rotary
 from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache
-from sparseflash.selection.choice import best_blocks
+from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
 from sparseflash.selection.layer import checked_power, normalised
@@ -82,6 +82,7 @@ class BlockSelection(IndexedLayer):
         index_q = self.index_queries(x, frame, self.index_norm_q)
         new = torch.arange(frame.start, frame.k_len, device=x.device)
         index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
+        index_k = frame.joined(index_k)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
         index = self.choice(index_q, index_k, frame)
@@ -91,32 +92,32 @@ class BlockSelection(IndexedLayer):
 
     def choice(self, index_q: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, chosen]`."""
-        if frame.packing is None:  # a kernel that keeps no scores
-            return select_blocks(
-                index_q, index_k, top_k=self.chosen, span=self.block, causal=True, sink_blocks=self.first,
-                local_blocks=1,
-            )  # fmt: skip
-        blocks = -(-frame.k_len // self.block)
-        k = F.pad(index_k, (0, 0, 0, blocks * self.block - frame.k_len))
-        # A block with keys of the future is the query's own, which is always chosen.
-        return best_blocks(
-            lambda rows: (index_q[:, :, rows] @ k.mT).unflatten(3, (blocks, self.block)).amax(4), frame, blocks=blocks,
-            k=self.chosen, span=self.block, first=self.first, last=1,
-            per_row=index_q.shape[0] * self.kv_heads * k.shape[2],
-        )  # fmt: skip
+        of = Columns(1, 1, self.block, 1, frame.q_len, frame.k_len, True, self.first, 1)
+        return lists_of(index_q, index_k, of, self.chosen, 1.0, frame.bounds)
 
     def distillation(
         self, q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, index: Tensor, frame: Frame
     ) -> Tensor:  # fmt: skip
         """The indexer's loss."""
-        q, k = q.detach(), k.detach()
+        q, k, scale = q.detach(), k.detach(), self.index_dim**-0.5
+
+        def of_groups(weights: Tensor) -> Tensor:
+            return weights.unflatten(1, (self.kv_heads, -1)).mean(2)
+
+        if self.teach == "visible":
+            return self.divergence(
+                lambda rows: (of_groups(self.visible_weights(q, k, frame, rows)), frame.visible(rows)),
+                lambda rows: index_q[:, :, rows] @ index_k.mT * scale, frame,
+                q.shape[0] * self.num_heads * frame.k_len,
+            )  # fmt: skip
 
         def target_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-            weights = self.attention_weights(q, k, frame, rows, index, self.block)
-            live = self.support(frame, rows, index, self.block)
-            return weights.unflatten(1, (self.kv_heads, -1)).mean(2), live[:, :: self.group]
+            weights, tokens = self.chosen_weights(q, k, index[:, :, rows], frame, rows, self.block)
+            return of_groups(weights), tokens >= 0
 
-        return self.divergence(
-            target_of, lambda rows: index_q[:, :, rows] @ index_k.mT * self.index_dim**-0.5, frame,
-            q.shape[0] * self.num_heads * frame.k_len,
-        )  # fmt: skip
+        def scores_of(rows: Tensor) -> Tensor:
+            tokens = tokens_of(index[:, :, rows], self.block)
+            tokens = tokens.masked_fill(tokens > frame.places(rows), -1)
+            return self.scores_of_chosen(index_q[:, :, rows], index_k, tokens, scale)
+
+        return self.divergence(target_of, scores_of, frame, q.shape[0] * self.num_heads * index.shape[3] * self.block)

@@ -14,7 +14,7 @@ from sparseflash.selection.frame import Frame
 class SelectionCache(KVCache):
     """A `KVCache` with more tensors by name: keys of an indexer, or compressed keys of blocks.
 
-    >>> cache = SelectionCache(2, 4, 100, 16, {"index_k": (1, 100, 8)})
+    >>> cache = SelectionCache(2, 4, 100, 16, 16, {"index_k": (1, 100, 8)})
     >>> cache.more["index_k"].shape
     torch.Size([2, 1, 100, 8])
 
@@ -23,11 +23,13 @@ class SelectionCache(KVCache):
     """
 
     def __init__(
-        self, batch: int, kv_heads: int, capacity: int, head_dim: int, more: Mapping[str, tuple[int, int, int]], *,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        self, batch: int, kv_heads: int, capacity: int, head_dim: int, value_dim: int,
+        more: Mapping[str, tuple[int, int, int]], *, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
         with torch.inference_mode(False):
+            self.v = self.k.new_zeros(batch, kv_heads, capacity, value_dim)
             self.more = {name: self.k.new_zeros(batch, *shape) for name, shape in more.items()}
 
     def write(self, name: str, start: int, x: Tensor) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparseflash.masks import fused
 from sparseflash.selection.frame import Frame
 
 AT_ONCE = 1 << 26  # scores in memory together
@@ -18,37 +20,116 @@ def chunks(count: int, per_row: int) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
+class Candidates(NamedTuple):
+    """The blocks that each query may choose from: those from `begins` to before `stops`, int32 `[Nq]`."""
+
+    begins: Tensor
+    stops: Tensor
+
+
+def candidates_of(frame: Frame, span: int, *, step: int | None = None, whole: bool = False) -> Candidates:
+    """Blocks of `span` keys that begin every `step` keys, of a query's document.
+
+    whole: only blocks that have ended, not the one that the query is in.
+    """
+    step = span if step is None else step
+    place, begin = frame.places(slice(None)).squeeze(1), frame.firsts(slice(None)).squeeze(1)
+    last = place + 1 - span if whole else place
+    stops = last.div(step, rounding_mode="floor") + 1
+    return Candidates((begin // step).to(torch.int32), stops.clamp(min=0).to(torch.int32))
+
+
+@torch.no_grad()
+def summed(
+    q: Tensor, k: Tensor, factors: Tensor, of: Candidates, rows: slice, *, scale: float | None = None
+) -> Tensor:  # fmt: skip
+    """Scores `[B, Hkv, rows, Nk]`, summed over the query heads h of a key head:
+
+        sum over h of factors[h, p] * ReLU(q[h, p] . k[s])                without scale: an indexer's
+        sum over h of exp(scale * q[h, p] . k[s] - factors[h, p])         with scale: weights, from their lse
+
+    Those of keys that are no candidates do not matter, but weights are 0 there.
+    """
+    if _sums(q, k):
+        from sparseflash.masks.fused.summed_scores import summed_scores  # imports Triton
+
+        return summed_scores(q, k, factors, *of, rows.start, rows.stop - rows.start, scale=scale)
+    return by_operations(q[:, :, rows], k, factors[:, :, rows], None if scale is None else (scale, of, rows))
+
+
+def held(q: Tensor, k: Tensor) -> int:
+    """Scores that `summed` has in memory for a query."""
+    return q.shape[0] * max(1, k.shape[2]) * (k.shape[1] if _sums(q, k) else q.shape[1])
+
+
+def by_operations(
+    q: Tensor, k: Tensor, factors: Tensor, weights: tuple[float, Candidates, slice] | None = None
+) -> Tensor:  # fmt: skip
+    """`summed`, with gradients. weights: the scale, the candidates and which of them these queries are."""
+    products = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT  # [B, Hkv, group, rows, Nk]
+    factors = factors.unflatten(1, (k.shape[1], -1)).unsqueeze(4)
+    if weights is None:
+        wide = products.relu().to(torch.promote_types(q.dtype, torch.float32))
+        return (wide * factors).sum(2)
+    scale, of, rows = weights
+    number = torch.arange(k.shape[2], device=q.device)
+    live = (number >= of.begins[rows, None]) & (number < of.stops[rows, None])
+    logits = (products.to(factors.dtype) * scale).masked_fill(~live, -torch.inf)
+    return (logits - factors.masked_fill(factors == -torch.inf, 0.0)).exp().sum(2)
+
+
 @torch.no_grad()
 def best_blocks(
-    scores_of: Callable[[slice], Tensor], frame: Frame, *, blocks: int, k: int, span: int, per_row: int, first: int = 0,
-    last: int = 0, whole: bool = False,
+    scores_of: Callable[[slice], Tensor], of: Candidates, *, blocks: int, k: int, per_row: int, first: int = 0,
+    last: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Numbers `[B, H, Nq, min(k, blocks)]` of blocks of `span` keys, -1 where a query has fewer.
+    """Numbers int32 `[B, H, Nq, min(k, blocks)]` of blocks, ascending; at the end -1 where a query has fewer.
 
     Args:
-        scores_of: takes a slice of queries and returns scores `[B, H, rows, blocks]`; their values for blocks that a
-            query may not see do not matter.
+        scores_of: takes a slice of queries and returns scores `[B, H, rows, blocks]`; their values for blocks that are
+            no candidates of a query do not matter.
         per_row: scores that `scores_of` has in memory for a query.
-        first, last: of a query's document, the first blocks, and the last blocks up to its own; they are always chosen.
-        whole: a query sees only blocks that have ended, not the one that it is in.
+        first, last: candidates at the beginning and at the end that are always chosen.
     """
-    number = torch.arange(blocks, device=frame.device)
-    found = []
-    for rows in chunks(frame.q_len, per_row):
-        place, begin = frame.places(rows), frame.firsts(rows) // span
-        own = place // span
-        is_open = (number >= begin) & (number <= ((place + 1) // span - 1 if whole else own))
-        forced = is_open & ((number < begin + first) | (number > own - last))
-        scores = scores_of(rows).masked_fill(~is_open, -torch.inf).masked_fill(forced, torch.inf)
-        order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-        found.append(order.masked_fill(scores.gather(-1, order) == -torch.inf, -1))
-    return torch.cat(found, 2)
+    k, index, count = min(k, blocks), None, len(of.begins)
+    for rows in chunks(count, per_row):
+        scores = scores_of(rows)
+        if index is None:
+            index = torch.empty(*scores.shape[:2], count, k, dtype=torch.int32, device=scores.device)
+        if _serves(scores) and scores.dtype in fused.DTYPES:
+            from sparseflash.masks.fused.largest import write_largest  # imports Triton
+
+            rows_of = scores.flatten(0, 1).float().contiguous()
+            write_largest(rows_of, *of, index.flatten(0, 1), rows.start, first=first, last=last)
+        else:
+            index[:, :, rows] = _sorted(scores, of.begins[rows, None], of.stops[rows, None], k, first, last)
+    assert index is not None  # there are queries
+    return index
 
 
-def keys_of(index: Tensor, frame: Frame, span: int, rows: Tensor) -> Tensor:
-    """Which keys are in the chosen blocks of some queries: bool `[B, H, rows, Nk]`."""
-    blocks = -(-frame.k_len // span)
-    some = index[:, :, rows].long()
-    some = some.masked_fill(some < 0, blocks)
-    table = torch.zeros(*some.shape[:3], blocks + 1, dtype=torch.bool, device=index.device).scatter_(3, some, True)
-    return table[..., :-1].repeat_interleave(span, 3)[..., : frame.k_len]
+def _sorted(scores: Tensor, begins: Tensor, stops: Tensor, k: int, first: int, last: int) -> Tensor:
+    blocks = scores.shape[3]
+    number = torch.arange(blocks, device=scores.device)
+    is_open = (number >= begins) & (number < stops)
+    forced = is_open & ((number < begins + first) | (number >= stops - last))
+    scores = scores.masked_fill(~is_open, -torch.inf).masked_fill(forced, torch.inf)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    chosen = order.masked_fill(scores.gather(-1, order) == -torch.inf, blocks).sort(-1).values
+    return chosen.masked_fill(chosen == blocks, -1).to(torch.int32)
+
+
+def _sums(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel takes them."""
+    return _serves(q) and q.dtype == k.dtype and q.shape[3] <= 256 and k.shape[2] > 0
+
+
+def _serves(x: Tensor) -> bool:
+    return x.numel() > 0 and x.dtype in fused.DTYPES and fused.serves(x, 1, 1)
+
+
+def tokens_of(index: Tensor, span: int) -> Tensor:
+    """The tokens of listed blocks, `[..., K]` to `[..., K * span]`; -1 for no block."""
+    if span == 1:
+        return index
+    within = torch.arange(span, dtype=index.dtype, device=index.device)
+    return torch.where(index.unsqueeze(-1) < 0, -1, index.unsqueeze(-1) * span + within).flatten(-2)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.varlen import running_sums
+from sparseflash.blockmask.running_sums import running_sums
+from sparseflash.selection.context import Context
 
 
 class Packing(NamedTuple):
@@ -17,13 +18,15 @@ class Packing(NamedTuple):
     >>> packing.places.tolist(), packing.firsts.tolist()
     ([0, 1, 2, 4, 5], [0, 0, 0, 0, 4, 4, 4, 4])
 
-    places: the place of each token, int64 `[N]`. firsts: the first place of the document of each place, int64 `[room]`.
-    stops: where the room of each document ends.
+    places: the place of each token, int64 `[N]`. firsts: where the document of each place begins, int64 `[room]`.
+    stops: where the room of each document ends. bounds: where the document of each place begins, and where its room
+    ends, int32 `[2, room]`.
     """
 
     places: Tensor
     firsts: Tensor
     stops: tuple[int, ...]
+    bounds: Tensor
 
     def spread(self, x: Tensor) -> Tensor:
         """`[1, N, F]` to `[1, room, F]`, zeros between the documents."""
@@ -46,14 +49,16 @@ def packing_of(cu_seqlens: Any, block: int, tokens: int, device: torch.device) -
     firsts = stops - rooms
     begins = firsts - torch.tensor(sums[:-1], device="cpu")
     places = torch.arange(tokens, device="cpu") + begins.repeat_interleave(lengths)
-    return Packing(places.to(device), firsts.repeat_interleave(rooms).to(device), tuple(stops.tolist()))
+    bounds = torch.stack([firsts, stops]).repeat_interleave(rooms, 1).to(device)
+    return Packing(places.to(device), bounds[0], tuple(stops.tolist()), bounds.to(torch.int32))
 
 
 class Frame(NamedTuple):
     """Query i is at place `start + i` of the keys, of which there are `start + q_len`.
 
-    packing: of packed documents, which have no cache. lengths: int32 `[B]` on the device, if one token follows a cache:
-    then keys and values are the whole cache, with room past them.
+    packing: of packed documents, which have no cache. context: of a sequence on several ranks; the keys are also those
+    of the ranks before. lengths: int32 `[B]` on the device, if one token follows a cache: then keys and values are the
+    whole cache, with room past them.
     """
 
     start: int
@@ -61,6 +66,7 @@ class Frame(NamedTuple):
     device: torch.device
     packing: Packing | None = None
     lengths: Tensor | None = None
+    context: Context | None = None
 
     @property
     def k_len(self) -> int:
@@ -70,6 +76,20 @@ class Frame(NamedTuple):
     def rows(self) -> Tensor:
         """The numbers of the queries that are tokens, not room between documents."""
         return torch.arange(self.q_len, device=self.device) if self.packing is None else self.packing.places
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The rows `[B, H, n, D]` of the queries' tokens behind those of the ranks before."""
+        return x if self.context is None else self.context.joined(x)
+
+    @property
+    def share(self) -> float:
+        """The queries' part of those of all ranks."""
+        return 1.0 if self.context is None else self.context.count / self.context.tokens
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """Where the document of each query begins and its room ends, int32 `[2, Nq]`; None without documents."""
+        return None if self.packing is None else self.packing.bounds
 
     def places(self, rows: Tensor | slice) -> Tensor:
         """The places of these queries, int64 `[rows, 1]`."""

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary, rotate
-from sparseflash.selection.choice import chunks, keys_of
+from sparseflash.selected_tokens import token_scores
+from sparseflash.selection.choice import chunks, tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.layer import SelectionLayer, normalised
 
@@ -30,9 +31,9 @@ class IndexedLayer(SelectionLayer):
 
     def make_indexer(
         self, index_heads: int, index_dim: int, teach: Teach, taught: int | None, device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | None, query_features: int | None = None,
     ) -> None:  # fmt: skip
-        """Makes the projections; the argument of `__init__` of the same names."""
+        """Makes the projections; the arguments of `__init__` of the same names. query_features: by default x's."""
         check_at_least_one(
             index_heads=index_heads, index_dim=index_dim, **({} if taught is None else {"taught": taught})
         )
@@ -45,7 +46,8 @@ class IndexedLayer(SelectionLayer):
             taught,
             None,
         )
-        self.index_q = nn.Linear(self.embed_dim, index_heads * index_dim, bias=False, device=device, dtype=dtype)
+        query_features = self.embed_dim if query_features is None else query_features
+        self.index_q = nn.Linear(query_features, index_heads * index_dim, bias=False, device=device, dtype=dtype)
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
         self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
 
@@ -65,20 +67,31 @@ class IndexedLayer(SelectionLayer):
         """Whether this call computes the indexer's loss."""
         return self.training and torch.is_grad_enabled()
 
-    def attention_weights(self, q: Tensor, k: Tensor, frame: Frame, rows: Tensor, index: Tensor, span: int) -> Tensor:
-        """The weights `[B, Hq, rows, Nk]` of some queries, over visible or over chosen keys: see `teach`."""
+    def visible_weights(self, q: Tensor, k: Tensor, frame: Frame, rows: Tensor) -> Tensor:
+        """The weights `[B, Hq, rows, Nk]` of some queries over all visible keys."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scores: Tensor = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k.unsqueeze(2).mT * scale
         scores = scores.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32))
-        return scores.masked_fill(~self.support(frame, rows, index, span), -torch.inf).softmax(-1)
+        return scores.masked_fill(~frame.visible(rows), -torch.inf).softmax(-1)
 
-    def support(self, frame: Frame, rows: Tensor, index: Tensor, span: int) -> Tensor:
-        """The keys that are taught: bool `[B or 1, Hq or 1, rows, Nk]`."""
-        visible = frame.visible(rows)[None, None]
-        if self.teach == "visible":
-            return visible
-        chosen = keys_of(index, frame, span, rows)
-        return visible & (chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group, 1))
+    def chosen_weights(
+        self, q: Tensor, k: Tensor, index: Tensor, frame: Frame, rows: Tensor, span: int = 1
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The weights `[B, Hq, rows, n]` of some queries over their chosen tokens, and these `[B, Hkv, rows, n]`.
+
+        index: the blocks of `span` tokens of these queries. The tokens are in ascending order, with -1 for none.
+        """
+        tokens = tokens_of(index, span)
+        tokens = tokens.masked_fill(tokens > frame.places(rows), -1).expand(-1, self.kv_heads, -1, -1)
+        scores, tokens = token_scores(
+            q[:, :, rows], k, tokens, causal=False, scale=self.scale, backend=self.how.decoder
+        )  # fmt: skip
+        return scores.softmax(-1), tokens
+
+    def scores_of_chosen(self, index_q: Tensor, index_k: Tensor, index: Tensor, scale: float) -> Tensor:
+        """The indexer's products `[B, Hi, rows, n]` with the keys that `index` lists, in ascending order."""
+        index_k = index_k.expand(-1, index.shape[1], -1, -1)
+        return token_scores(index_q, index_k, index, causal=False, scale=scale, backend=self.how.decoder)[0]
 
     def divergence(
         self, target_of: Callable[[Tensor], tuple[Tensor, Tensor]], scores_of: Callable[[Tensor], Tensor], frame: Frame,
@@ -91,8 +104,8 @@ class IndexedLayer(SelectionLayer):
             scores_of: the indexer's scores of the same shape.
             per_row: scores in memory for a query.
 
-        With `taught`, it is the mean over that many random queries. The scores of each chunk of queries are computed
-        again in the backward, so that only one chunk's are in memory.
+        With a context it is this rank's part of that mean. With `taught`, it is the mean over that many random queries.
+        The scores of each chunk of queries are computed again in the backward, so that only one chunk's are in memory.
         """
         rows = frame.rows
         if self.taught is not None and self.taught < len(rows):
@@ -107,4 +120,4 @@ class IndexedLayer(SelectionLayer):
             return (torch.xlogy(target, target) - target * logs).sum(-1).mean((0, 1)).sum()
 
         parts = [checkpoint(of_chunk, rows[part], use_reentrant=False) for part in chunks(len(rows), per_row)]
-        return torch.stack(parts).sum() / len(rows)
+        return torch.stack(parts).sum() / len(rows) * frame.share

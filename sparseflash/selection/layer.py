@@ -14,6 +14,7 @@ from sparseflash.nn.rotary import Rotary, Rotation, rotate
 from sparseflash.remedies import refuse, without_others
 from sparseflash.selection.attending import How
 from sparseflash.selection.cache import SelectionCache
+from sparseflash.selection.context import Context
 from sparseflash.selection.frame import Frame, packing_of
 
 _CHOOSES = "it chooses its keys itself. Use nn.SparseSelfAttention with a mask"
@@ -40,22 +41,33 @@ class SelectionLayer(Heads):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None, *, head_dim: int | None, bias: bool,
         qk_norm: bool, rotary: Rotary | None, scale: float | None, backend: Backend | None,
-        device: torch.device | str | None, dtype: torch.dtype | None,
+        device: torch.device | str | None, dtype: torch.dtype | None, value_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, None, kv_heads, head_dim, 0.0, scale, backend)
-        bias = flag(bias, "bias")
+        check_at_least_one(**({} if value_dim is None else {"value_dim": value_dim}))
+        self.value_dim = self.head_dim if value_dim is None else value_dim
         if not (rotary is None or isinstance(rotary, Rotary)):
             raise TypeError(f"rotary must be Rotary or None; got {type(rotary).__name__}.")
-        if rotary is not None and rotary.head_dim != self.head_dim:
-            raise ValueError(f"rotary must be for heads of {self.head_dim} features; it is for {rotary.head_dim}.")
-        features = (self.num_heads + 2 * self.pairs * self.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(embed_dim, features, bias=bias, device=device, dtype=dtype)
-        self.out = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        if rotary is not None and rotary.head_dim != self.rotated_dim:
+            raise ValueError(f"rotary must be for heads of {self.rotated_dim} features; it is for {rotary.head_dim}.")
         self.rotary = rotary
-        made = [
-            nn.RMSNorm(self.head_dim, device=device, dtype=dtype) if flag(qk_norm, "qk_norm") else None for _ in "qk"
-        ]
+        self.make_projections(flag(bias, "bias"), flag(qk_norm, "qk_norm"), device, dtype)
+
+    def make_projections(
+        self, bias: bool, qk_norm: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:  # fmt: skip
+        """Makes `qkv`, `out` and the norms."""
+        pairs = self.pairs * self.kv_heads
+        features = (self.num_heads + pairs) * self.head_dim + pairs * self.value_dim
+        self.qkv = nn.Linear(self.embed_dim, features, bias=bias, device=device, dtype=dtype)
+        self.out = nn.Linear(self.num_heads * self.value_dim, self.embed_dim, bias=bias, device=device, dtype=dtype)
+        made = [nn.RMSNorm(self.head_dim, device=device, dtype=dtype) if qk_norm else None for _ in "qk"]
         self.norm_q, self.norm_k = made
+
+    @property
+    def rotated_dim(self) -> int:
+        """Features of a query that `rotary` rotates."""
+        return self.head_dim
 
     @property
     def group(self) -> int:
@@ -73,7 +85,7 @@ class SelectionLayer(Heads):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """The attention `[B, Hq, N, D]` of queries q to keys k and values v `[B, pairs * Hkv, Nk, D]`."""
+        """The attention `[B, Hq, N, Dv]` of queries q to keys and values `[B, pairs * Hkv, Nk, D or Dv]`."""
         raise NotImplementedError
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
@@ -91,10 +103,12 @@ class SelectionLayer(Heads):
         device = checked_device(self.out.weight.device if device is None else device)
         dtype = self.out.weight.dtype if dtype is None else dtype
         heads = self.pairs * self.kv_heads
-        return SelectionCache(batch, heads, capacity, self.head_dim, self.kept(capacity), device=device, dtype=dtype)
+        sizes = heads, capacity, self.head_dim, self.value_dim
+        return SelectionCache(batch, *sizes, self.kept(capacity), device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Any = None, cache: SelectionCache | None = None, **others: Any
+        self, x: Tensor, *, cu_seqlens: Any = None, cache: SelectionCache | None = None,
+        context: Context | None = None, **others: Any
     ) -> Tensor:  # fmt: skip
         """Attention within x, or within each of the sequences that are packed in it.
 
@@ -104,11 +118,14 @@ class SelectionLayer(Heads):
                 beginning with 0. No sequence sees or chooses keys of another. They are read on the host: pass them on
                 the CPU. In compiled code they break the graph.
             cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only.
+            context: x holds this rank's tokens of a sequence that lies on several ranks.
         """
         if others:
             refuse(others, type(self).__name__, _REMEDIES)
-        check_input(x, "x", plain_weight(self.qkv), "cu_seqlens")
+        check_input(x, "x", plain_weight(self.out), "cu_seqlens")
         check_features(x, "x", self.embed_dim)
+        if context is not None:
+            _check_context(context, x, cu_seqlens, cache)
         packing = None
         if cu_seqlens is not None:
             if cache is not None:
@@ -122,11 +139,11 @@ class SelectionLayer(Heads):
         if cache is not None:
             self._check_cache(cache)
         if x.shape[1] == 0:
-            mixed = x.new_zeros(x.shape[0], 0, self.num_heads * self.head_dim)
+            mixed = x.new_zeros(x.shape[0], 0, self.out.in_features)
         else:
             lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
-            start = 0 if cache is None else cache.length
-            mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths), cache)
+            start = cache.length if cache is not None else 0 if context is None else context.start
+            mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths, context), cache)
         out: Tensor = self.out(mixed if packing is None else packing.collect(mixed))
         return out
 
@@ -136,9 +153,12 @@ class SelectionLayer(Heads):
         """The rotation of keys at these places; None without rotary positions."""
         return None if self.rotary is None else self.rotary(frame.positions(places))
 
-    def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
+    def project(self, x: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, Hq, N, D]`, and keys and values `[B, pairs * Hkv, N, D or Dv]` of the tokens x."""
         pairs = self.pairs * self.kv_heads
-        q, k, v = self.split(self.qkv(x), self.num_heads, pairs, pairs)
+        queries_and_keys, values = self.qkv(x).tensor_split([(self.num_heads + pairs) * self.head_dim], -1)
+        q, k = self.split(queries_and_keys, self.num_heads, pairs)
+        v = values.unflatten(-1, (pairs, self.value_dim)).transpose(1, 2)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
         rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))
@@ -146,8 +166,16 @@ class SelectionLayer(Heads):
             q = rotate(q, rotation)
             rotated = rotate(k[:, self.unrotated :], rotation)
             k = torch.cat([k[:, : self.unrotated], rotated], 1) if self.unrotated else rotated
+        return q, k, v
+
+    def merged(self, mixed: Tensor) -> Tensor:
+        """What `out` projects, `[B, N, features]`, of the heads `[B, Hq, N, Dv]`."""
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
+        q, k, v = self.project(x, frame)
         if cache is None:
-            return self.mix(x, q, k, v, frame, None).transpose(1, 2).flatten(2)
+            return self.merged(self.mix(x, q, frame.joined(k), frame.joined(v), frame, None))
         try:
             cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
             room = slice(None) if frame.lengths is not None else slice(frame.k_len)
@@ -155,7 +183,7 @@ class SelectionLayer(Heads):
         except BaseException:
             cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
             raise
-        return mixed.to(q.dtype).transpose(1, 2).flatten(2)
+        return self.merged(mixed.to(q.dtype))
 
     def _check_cache(self, cache: object) -> None:
         if not isinstance(cache, SelectionCache):
@@ -165,6 +193,19 @@ class SelectionLayer(Heads):
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
+
+
+def _check_context(context: object, x: Tensor, cu_seqlens: Any, cache: SelectionCache | None) -> None:
+    if not isinstance(context, Context):
+        raise TypeError(f"context must be selection.Context; got {type(context).__name__}.")
+    if cu_seqlens is not None or cache is not None:
+        other = "cache" if cu_seqlens is None else "cu_seqlens"
+        raise ValueError(f"context must not be given with {other}; got both.")
+    if x.shape[1] != context.count:
+        raise ValueError(
+            f"x must have the {context.count} tokens of rank {context.rank} of {context.ranks}, as context.part(x) "
+            f"takes them; got {x.shape[1]}."
+        )
 
 
 def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:

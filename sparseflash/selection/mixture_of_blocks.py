@@ -8,10 +8,11 @@ from torch.nn import functional as F
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.masks.select_blocks import lists_of
+from sparseflash.masks.tiling.columns import Columns
 from sparseflash.nn.rotary import Rotary
 from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import best_blocks
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.layer import SelectionLayer, checked_power
 
@@ -32,7 +33,7 @@ class MixtureOfBlocks(SelectionLayer):
     Args:
         embed_dim, num_heads, kv_heads: features of a token, query heads, and key heads. Each query head chooses for
             itself.
-        block: keys of a block, a power of two from 16 to 256. The paper has 512 and 4,096; smaller blocks are chosen
+        block: keys of a block, a power of two from 16 to 4,096. The paper has 512 and 4,096; smaller blocks are chosen
             more reliably, see below.
         chosen: blocks of a query, its own included.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
@@ -55,7 +56,7 @@ class MixtureOfBlocks(SelectionLayer):
             embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
             backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
-        self.block = self.aligned = checked_power(block, "block")
+        self.block = self.aligned = checked_power(block, "block", most=4096)
         check_at_least_one(chosen=chosen)
         self.chosen = chosen
 
@@ -75,8 +76,5 @@ class MixtureOfBlocks(SelectionLayer):
         means = of_blocks(lambda y, _: y.mean(3), k, frame, cache, "means", span=self.block, step=self.block)
         whole, blocks = ended(frame.k_len, self.block, self.block), -(-frame.k_len // self.block)
         means = F.pad(means[:, :, :whole], (0, 0, 0, blocks - whole))  # a block that has not ended is the query's own
-        return best_blocks(
-            lambda rows: (q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ means.unsqueeze(2).mT).flatten(1, 2),
-            frame, blocks=blocks, k=self.chosen, span=self.block, last=1,
-            per_row=q.shape[0] * self.num_heads * blocks,
-        )  # fmt: skip
+        of = Columns(1, 1, 1, self.block, frame.q_len, frame.k_len, True, 0, 1)
+        return lists_of(q, means, of, self.chosen, 1.0, frame.bounds)

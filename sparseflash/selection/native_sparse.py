@@ -11,7 +11,7 @@ from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.attending import over_chosen, over_near, over_past
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import best_blocks
+from sparseflash.selection.choice import best_blocks, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.layer import SelectionLayer, checked_power
 
@@ -46,6 +46,7 @@ class NativeSparseAttention(SelectionLayer):
         compression, stride: l and d. The stride divides both kinds of blocks.
         window: w.
         first, last: blocks that are always chosen, of the beginning and up to the query's own.
+        value_dim: features of a value; by default those of a key. The paper has 128 and 192.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 
@@ -59,13 +60,13 @@ class NativeSparseAttention(SelectionLayer):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, block: int = 64, chosen: int = 16,
         compression: int = 32, stride: int = 16, window: int = 512, first: int = 1, last: int = 2,
-        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
-        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        head_dim: int | None = None, value_dim: int | None = None, bias: bool = False, qk_norm: bool = False,
+        rotary: Rotary | None = None, scale: float | None = None, backend: Backend | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
-            backend=backend, device=device, dtype=dtype,
+            backend=backend, device=device, dtype=dtype, value_dim=value_dim,
         )  # fmt: skip
         self.block = self.aligned = checked_power(block, "block")
         check_at_least_one(chosen=chosen, compression=compression, stride=stride, window=window, last=last)
@@ -77,13 +78,12 @@ class NativeSparseAttention(SelectionLayer):
             raise ValueError(f"chosen must be at least first + last, {first} and {last} blocks; got {chosen}.")
         self.chosen, self.compression, self.stride, self.window = chosen, compression, stride, window
         self.first, self.last, self.unrotated = first, last, self.kv_heads
-        features = compression * self.head_dim
-        self.places = nn.Parameter(torch.zeros(2, compression, self.head_dim, device=device, dtype=dtype))
-        self.compress = nn.ModuleList()
-        for _ in ("keys", "values"):
+        self.places, self.compress = nn.ParameterList(), nn.ModuleList()
+        for dim in (self.head_dim, self.value_dim):
+            self.places.append(nn.Parameter(torch.zeros(compression, dim, device=device, dtype=dtype)))
             mlp = nn.Sequential(
-                nn.Linear(features, self.head_dim, device=device, dtype=dtype), nn.GELU(),
-                nn.Linear(self.head_dim, self.head_dim, device=device, dtype=dtype),
+                nn.Linear(compression * dim, dim, device=device, dtype=dtype), nn.GELU(),
+                nn.Linear(dim, dim, device=device, dtype=dtype),
             )  # fmt: skip
             for parameter in mlp[2].parameters():
                 nn.init.zeros_(parameter)
@@ -91,8 +91,8 @@ class NativeSparseAttention(SelectionLayer):
         self.gate = nn.Linear(embed_dim, 3 * num_heads, device=device, dtype=dtype)
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
-        shape = self.kv_heads, ended(capacity, self.compression, self.stride), self.head_dim
-        return {"k_blocks": shape, "v_blocks": shape}
+        shape = self.kv_heads, ended(capacity, self.compression, self.stride)
+        return {"k_blocks": (*shape, self.head_dim), "v_blocks": (*shape, self.value_dim)}
 
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
@@ -123,26 +123,22 @@ class NativeSparseAttention(SelectionLayer):
         blocks, count = -(-frame.k_len // self.block), k_blocks.shape[2]
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         pieces, parts = self.compression // self.stride, self.block // self.stride
-        begins = torch.arange(count, device=q.device) * self.stride
         # Pieces of a block of compressed keys that lie in a block: of the one that begins `pieces - 1` strides before
         # it, one; and so on.
         shares = F.conv1d(
             torch.ones(1, 1, parts, device=q.device), torch.ones(1, 1, pieces, device=q.device), padding=pieces - 1
         ).view(-1)
 
+        compressed = candidates_of(frame, self.compression, step=self.stride, whole=True)
+
         def scores_of(rows: slice) -> Tensor:
-            logits = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k_blocks.unsqueeze(2).mT
-            logits = logits.to(lse.dtype) * scale
-            seen = (begins >= frame.firsts(rows)) & (begins + self.compression - 1 <= frame.places(rows))
-            logits = logits.masked_fill(~seen, -torch.inf)
-            total = lse[:, :, rows].masked_fill(lse[:, :, rows] == -torch.inf, 0.0)
-            weights = (logits - total.unflatten(1, (self.kv_heads, -1)).unsqueeze(-1)).exp().sum(2)
+            weights = summed(q, k_blocks, lse, compressed, rows, scale=scale)
             weights = F.pad(weights, (pieces - 1, blocks * parts - count))
             return weights.unfold(-1, parts + pieces - 1, parts) @ shares.to(weights.dtype)
 
         return best_blocks(
-            scores_of, frame, blocks=blocks, k=self.chosen, span=self.block, first=self.first, last=self.last,
-            per_row=q.shape[0] * self.num_heads * max(1, count),
+            scores_of, candidates_of(frame, self.block), blocks=blocks, k=self.chosen, first=self.first, last=self.last,
+            per_row=held(q, k_blocks),
         )  # fmt: skip
 
     def _compressed(self, x: Tensor, which: int) -> Tensor:

@@ -10,7 +10,7 @@ from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary
 from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import best_blocks, keys_of
+from sparseflash.selection.choice import best_blocks, by_operations, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
 from sparseflash.selection.layer import checked_power, normalised
@@ -76,7 +76,7 @@ class SpanSelection(IndexedLayer):
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
         index_q = self.index_queries(x, frame, self.index_norm_q)
-        index_k = self.index_k(x.detach()).unsqueeze(1)
+        index_k = frame.joined(self.index_k(x.detach()).unsqueeze(1))
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)
         spans = of_blocks(
@@ -88,45 +88,52 @@ class SpanSelection(IndexedLayer):
             self.loss = self.distillation(q, k, index_q, spans, index, frame)
         return over_chosen(q, k, v, index, frame, self.how, span=self.span)
 
-    def scores(self, index_q: Tensor, spans: Tensor, rows: Tensor | slice) -> Tensor:
-        """I, `[B, 1, rows, spans]`."""
-        products = (index_q[:, :, rows] @ spans.mT).relu().to(torch.promote_types(index_q.dtype, torch.float32))
-        scores: Tensor = products.sum(1, keepdim=True) * self.index_dim**-0.5
-        return scores
-
     def choice(self, index_q: Tensor, spans: Tensor, frame: Frame) -> Tensor:
         """The chosen spans of each query and the span that it is in, if that has not ended: `[B, 1, N, chosen + 1]`."""
+        ones = index_q.new_ones(()).expand(index_q.shape[:3])
+        of = candidates_of(frame, self.span, whole=True)
         index = best_blocks(
-            lambda rows: self.scores(index_q, spans, rows),
-            frame,
-            blocks=spans.shape[2],
-            k=self.chosen,
-            span=self.span,
-            whole=True,
-            per_row=index_q.shape[0] * self.index_heads * max(1, spans.shape[2]),
-        )
+            lambda rows: summed(index_q, spans, ones, of, rows), of, blocks=spans.shape[2], k=self.chosen,
+            per_row=held(index_q, spans),
+        )  # fmt: skip
         place = frame.places(slice(None))
         tail = (place // self.span).masked_fill((place + 1) % self.span == 0, -1)
-        return torch.cat([index, tail.expand(*index.shape[:3], 1)], 3)
+        return torch.cat([index, tail.to(index.dtype).expand(*index.shape[:3], 1)], 3)
 
     def distillation(
         self, q: Tensor, k: Tensor, index_q: Tensor, spans: Tensor, index: Tensor, frame: Frame
     ) -> Tensor:  # fmt: skip
         """The indexer's loss."""
-        q, k, count = q.detach(), k.detach(), spans.shape[2]
+        q, k, (batch, _, count, _) = q.detach(), k.detach(), spans.shape
+        factor = index_q.new_full((), self.index_dim**-0.5).expand(index_q.shape[:3])
         number = torch.arange(count, device=q.device)
 
-        def target_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-            weights = self.attention_weights(q, k, frame, rows, index, self.span).sum(1, keepdim=True)
-            live = (number >= frame.firsts(rows) // self.span) & (number < (frame.places(rows) + 1) // self.span)
-            if self.teach == "chosen":
-                live = live & keys_of(index, frame, self.span, rows)[..., :: self.span][..., :count]
-            else:
-                live = live[None, None]
-            best = weights[..., : count * self.span].unflatten(3, (count, self.span)).amax(4).masked_fill(~live, 0.0)
+        def of_spans(weights: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
+            best = weights.sum(1, keepdim=True).unflatten(3, (-1, self.span)).amax(4).masked_fill(~live, 0.0)
             total = best.sum(-1, keepdim=True)
             return best / total.masked_fill(total == 0.0, 1.0), live
 
-        return self.divergence(
-            target_of, lambda rows: self.scores(index_q, spans, rows), frame, q.shape[0] * self.num_heads * frame.k_len
-        )
+        if self.teach == "visible" or not count:
+
+            def of_visible(rows: Tensor) -> tuple[Tensor, Tensor]:
+                weights = self.visible_weights(q, k, frame, rows)[..., : count * self.span]
+                ended = number < (frame.places(rows) + 1) // self.span
+                return of_spans(weights, (ended & (number >= frame.firsts(rows) // self.span))[None, None])
+
+            return self.divergence(
+                of_visible, lambda rows: by_operations(index_q[:, :, rows], spans, factor[:, :, rows]), frame,
+                batch * self.num_heads * frame.k_len,
+            )  # fmt: skip
+
+        ended = index[..., :-1]
+
+        def of_chosen(rows: Tensor) -> tuple[Tensor, Tensor]:
+            # The tokens are ascending, so those of the last span, which has not ended, follow all others.
+            weights, _ = self.chosen_weights(q, k, index[:, :, rows], frame, rows, self.span)
+            return of_spans(weights[..., : -self.span], ended[:, :, rows] >= 0)
+
+        def scores_of(rows: Tensor) -> Tensor:
+            products = self.scores_of_chosen(index_q[:, :, rows], spans, ended[:, :, rows], self.index_dim**-0.5)
+            return products.relu().sum(1, keepdim=True)
+
+        return self.divergence(of_chosen, scores_of, frame, batch * self.num_heads * index.shape[3] * self.span)

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary
-from sparseflash.selection.attending import over_chosen
+from sparseflash.selection.attending import over_chosen, over_latent
 from sparseflash.selection.cache import SelectionCache
-from sparseflash.selection.choice import best_blocks
+from sparseflash.selection.choice import best_blocks, by_operations, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
+from sparseflash.selection.latent import Latent, LatentProjections
 from sparseflash.selection.layer import normalised
 
 
@@ -40,30 +41,66 @@ class TokenSelection(IndexedLayer):
         teach: the loss is over `"visible"` keys or over `"chosen"` ones.
         taught: the loss is a mean over this many random queries; None: all. Their scores of all keys dominate the time.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
+        latent: the sizes of multi-head latent attention, as the model's own layer has it: see `LatentProjections`.
+            The indexer's queries are then projections of u. The cache holds `rank + rotated` numbers a token, besides
+            the indexer's keys. Then `rotary` must be for heads of `latent.rotated` features, the scale is by default
+            `1 / sqrt(plain + rotated)`, and kv_heads, head_dim, bias and qk_norm must not be given.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`. `rotary` also rotates the indexer's
             queries and keys.
-
-    The model's own layer projects keys and values to a latent vector first, and the indexer's queries from the latent
-    vector of the queries. Here they are projections of x.
 
     Source: DeepSeek-AI, 2025, DeepSeek-V3.2-Exp, section 1; its sizes are the defaults.
     """
 
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int = 1, *, chosen: int = 2048, index_heads: int = 64,
-        index_dim: int = 128, teach: Teach = "visible", taught: int | None = None, head_dim: int | None = None,
-        bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None, scale: float | None = None,
-        backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        index_dim: int = 128, teach: Teach = "visible", taught: int | None = None, latent: Latent | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
+        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        if latent is not None:
+            if (kv_heads, head_dim, bias, qk_norm) != (1, None, False, False):
+                raise ValueError(
+                    "kv_heads, head_dim, bias and qk_norm must not be given with latent: all heads read one latent "
+                    "key, without biases, and the latent vectors are normalised."
+                )
+            head_dim, scale = latent.key, (latent.plain + latent.rotated) ** -0.5 if scale is None else scale
+        self._sizes = latent
         super().__init__(
             embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
             backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
         check_at_least_one(chosen=chosen)
         self.chosen = chosen
-        self.make_indexer(index_heads, index_dim, teach, taught, device, dtype)
+        query_features = None if latent is None else latent.query_rank
+        self.make_indexer(index_heads, index_dim, teach, taught, device, dtype, query_features)
         self.index_norm_k = nn.LayerNorm(index_dim, device=device, dtype=dtype)
         self.weights = nn.Linear(embed_dim, index_heads, bias=False, device=device, dtype=dtype)
+
+    def make_projections(
+        self, bias: bool, qk_norm: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:  # fmt: skip
+        if self._sizes is None:
+            return super().make_projections(bias, qk_norm, device, dtype)
+        self.value_dim = 0  # the cache holds no values
+        self.latent = LatentProjections(self.embed_dim, self.num_heads, self._sizes, device, dtype)
+        self.out = nn.Linear(
+            self.num_heads * self._sizes.value, self.embed_dim, bias=False, device=device, dtype=dtype
+        )  # fmt: skip
+        return None
+
+    @property
+    def rotated_dim(self) -> int:
+        return self.head_dim if self._sizes is None else self._sizes.rotated
+
+    def project(self, x: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+        if self._sizes is None:
+            return super().project(x, frame)
+        q, k = self.latent(x, self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device)))
+        return q, k, k[..., :0]  # a key holds its value
+
+    def merged(self, mixed: Tensor) -> Tensor:
+        return super().merged(mixed if self._sizes is None else self.latent.values(mixed))
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
         return {"index_k": (1, capacity, self.index_dim)}
@@ -72,44 +109,47 @@ class TokenSelection(IndexedLayer):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
-        index_q = self.index_queries(x, frame)
-        weights = self.weights(x.detach()) * (self.index_heads * self.index_dim) ** -0.5
+        index_q = self.index_queries(x if self._sizes is None else self.latent.query_latent(x), frame)
+        weights = self.weights(x.detach()).transpose(1, 2) * (self.index_heads * self.index_dim) ** -0.5  # [B, Hi, N]
         new = torch.arange(frame.start, frame.k_len, device=x.device)
         index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
+        index_k = frame.joined(index_k)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
         index = self.choice(index_q, weights, index_k, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, (index_q, weights, index_k), index, frame)
+        if self._sizes is not None:
+            return over_latent(q, k, index, frame, self.how, v_dim=self._sizes.rank)
         return over_chosen(q, k, v, index, frame, self.how, span=1)
-
-    def scores(self, index_q: Tensor, weights: Tensor, index_k: Tensor, rows: Tensor | slice) -> Tensor:
-        """I, `[B, 1, rows, Nk]`."""
-        products = (index_q[:, :, rows] @ index_k.mT).relu().to(torch.promote_types(index_q.dtype, torch.float32))
-        return (products * weights[:, rows].transpose(1, 2).unsqueeze(3)).sum(1, keepdim=True)
 
     def choice(self, index_q: Tensor, weights: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
         """The chosen tokens of each query, `[B, 1, N, chosen]`."""
+        of = candidates_of(frame, 1)
         return best_blocks(
-            lambda rows: self.scores(index_q, weights, index_k, rows),
-            frame,
-            blocks=frame.k_len,
-            k=self.chosen,
-            span=1,
-            per_row=index_q.shape[0] * self.index_heads * frame.k_len,
-        )
+            lambda rows: summed(index_q, index_k, weights, of, rows), of, blocks=frame.k_len, k=self.chosen,
+            per_row=held(index_q, index_k),
+        )  # fmt: skip
 
     def distillation(
         self, q: Tensor, k: Tensor, indexer: tuple[Tensor, Tensor, Tensor], index: Tensor, frame: Frame
     ) -> Tensor:  # fmt: skip
         """The indexer's loss."""
-        q, k = q.detach(), k.detach()
+        q, k, (index_q, weights, index_k) = q.detach(), k.detach(), indexer
+        if self.teach == "visible":
+            return self.divergence(
+                lambda rows: (self.visible_weights(q, k, frame, rows).mean(1, keepdim=True), frame.visible(rows)),
+                lambda rows: by_operations(index_q[:, :, rows], index_k, weights[:, :, rows]), frame,
+                q.shape[0] * max(self.num_heads, self.index_heads) * frame.k_len,
+            )  # fmt: skip
 
         def target_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-            weights = self.attention_weights(q, k, frame, rows, index, 1)
-            return weights.mean(1, keepdim=True), self.support(frame, rows, index, 1)
+            found, tokens = self.chosen_weights(q, k, index[:, :, rows], frame, rows)
+            return found.mean(1, keepdim=True), tokens[:, :1] >= 0
 
-        return self.divergence(
-            target_of, lambda rows: self.scores(*indexer, rows), frame,
-            q.shape[0] * max(self.num_heads, self.index_heads) * frame.k_len,
-        )  # fmt: skip
+        def scores_of(rows: Tensor) -> Tensor:
+            products = self.scores_of_chosen(index_q[:, :, rows], index_k, index[:, :, rows], 1.0)
+            return (products.relu() * weights[:, :, rows].unsqueeze(3)).sum(1, keepdim=True)
+
+        heads = self.num_heads + self.index_heads
+        return self.divergence(target_of, scores_of, frame, q.shape[0] * heads * index.shape[3])

@@ -13,16 +13,13 @@ A result passes if its error is at most twice the error of plain PyTorch in the 
 False
 
 The size of rounding errors depends on shapes and values, so the allowed error is measured for the same inputs. "Plain
-PyTorch" is the definition (the dense matrix, softmax, product) computed in that dtype; the rounding unit is one unit in
-the last place of the largest value. `assert_exact` raises if a result does not pass, `compare` returns all errors; both
-take any function of q, k and v.
+PyTorch" is the definition (dense matrix, softmax, product) in that dtype; the rounding unit is one unit in the last
+place of the largest value. `assert_exact` raises if a result does not pass, `compare` returns all errors; both take any
+function of q, k and v.
 
-The parts can be used separately, for results from elsewhere or other kinds of inputs. `by_definition` computes the
-truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
-and `sampled_part` choose the part of a long sequence to compare.
+The parts serve results from elsewhere: `by_definition` computes the truth (in fp64) and the plain results (in any other
+dtype); `compare_results` compares given results; `sampled_heads` and `sampled_part` choose the part of a long sequence.
 """
-
-# It may import `blockmask`, `scores`, `validation` and `backends.reference`, which is the definition.
 
 from sparseflash.testing.comparison import Comparison as Comparison
 from sparseflash.testing.comparison import assert_exact as assert_exact

@@ -134,16 +134,16 @@ def compare(
 
     The truth is `softmax(scale * q k^T, live scores only) v` in fp64, computed for a bounded number of scores at a
     time, in time proportional to the live keys of each block row. The allowed error is twice the error of the plain
-    computation in q's dtype, plus about one unit in the last place of the largest value. A plain result of few values
-    is sometimes exact by luck, so the plain error is then the largest over several draws, made by shuffling the inputs.
+    computation in q's dtype, plus about one unit in the last place of the largest value. Results of few values are
+    sometimes exact by luck; then the plain error is the largest over several draws of shuffled inputs.
 
-    With `heads` or `blocks`, results that are not compared must still be finite. Gradients of the tensors of `scores`
-    are sums over everything, so they are not compared then.
+    With `heads` or `blocks`, results that are not compared must still be finite, and gradients of the tensors of
+    `scores` are not compared.
 
-    In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out, because
-    `delta = sum(out * dout)` is computed from the rounded out, as in FlashAttention. The error is up to
-    `eps * weight * sum(|dout| * mean |v|)`, the mean over the query's keys with their weights. Where one key has nearly
-    all the weight, dweight and delta cancel, and a plain computation, which rounds both alike, may be more exact.
+    In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out: `delta = sum(out *
+    dout)` is computed from the rounded out, as in FlashAttention. The error is up to `eps * weight * sum(|dout| * mean
+    |v|)`, the mean over the query's keys with their weights. Where one key has nearly all the weight, a plain
+    computation may be more exact.
 
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.
@@ -303,8 +303,8 @@ class _Head:
     def size_of_differences(self) -> float:
         """The size of the terms that cancel in dq and dk, but for a factor of k or q, if no query has two live keys.
 
-        There both are 0, in the plain computation, too. A kernel that recomputes the weights subtracts two sums of the
-        same products, added in different orders, but at least as exactly as in fp32.
+        There both are 0. A kernel that recomputes the weights subtracts two sums of the same products, added in
+        different orders, at least as exactly as in fp32.
         """
         scale = self.inputs.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         products = largest_score(replace(self.inputs, q=self.inputs.dout, k=self.inputs.v), scale)

@@ -43,8 +43,8 @@ def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: fl
     True
 
     The allowed error is twice the error of `plain`, the same computation done plainly in the same dtype, plus the
-    spacing of got's dtype at the largest true value, or at `magnitude` if it is larger. Pass as `magnitude` the size of
-    the summands of a result that is a small sum of large numbers.
+    spacing of got's dtype at the largest true value, or at `magnitude` if larger: the size of the summands of a result
+    that is a small sum of large numbers.
 
     Args:
         got, truth: the result, and the true result in fp64.
@@ -111,7 +111,7 @@ def plain_dtype(dtype: torch.dtype) -> tuple[torch.dtype, float]:
     (torch.bfloat16, 1.0)
 
     There is no truth better than fp64, so the error of fp64 results is measured in fp32 and scaled by the ratio of the
-    machine epsilons, times 1.5 because the truth has an error, too.
+    machine epsilons, times 1.5 for the truth's own error.
     """
     if dtype == torch.float64:
         return torch.float32, 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps

@@ -46,19 +46,19 @@ def test_on_hopper_nothing_is_spilled_or_serialised_at_head_dim_64():
         assert not r["serialised"], r
 
 
-@pytest.mark.parametrize("more", ["--lengths", "--dropout"])
+@pytest.mark.parametrize("more", ["lengths", "dropout"])
 def test_nor_where_kernels_do_more(more):
-    found = reports("--arch", "90", "--dim", "64", more)
+    found = reports("--arch", "90", "--dim", "64", "--with", more)
     assert len(found) == 6
     for r in found:
-        assert r["lengths"] == (more == "--lengths"), r
+        assert r["with"] == [more], r
         assert r["wgmma"] > 0 and not r["serialised"], r
         assert r["spilled"] <= spills(252, by_triton_36=220), r  # outside the loop over full tiles
 
 
 def test_dropout_by_positions_spills_no_more_than_by_places_in_the_call():
-    found = reports("--arch", "90", "--dim", "64", "--dropout", "--positions")
-    assert len(found) == 6 and all(r["positions"] for r in found)
+    found = reports("--arch", "90", "--dim", "64", "--with", "dropout", "--with", "positions")
+    assert len(found) == 6 and all(r["with"] == ["dropout", "positions"] for r in found)
     for r in found:
         assert r["wgmma"] > 0 and not r["serialised"], r
         assert r["spilled"] <= (spills(80, by_triton_36=96) if r["kernel"] == "dk_dv" else 0), r
@@ -205,7 +205,7 @@ def test_what_is_compiled_before_its_launch_is_what_is_launched(arithmetic):
 
 
 def test_padding_compiles_too():
-    assert len(reports("--arch", "90", "--dim", "80", "--lengths")) == 6
+    assert len(reports("--arch", "90", "--dim", "80", "--with", "lengths")) == 6
 
 
 @pytest.mark.parametrize(("dims", "arithmetic"), [((64, 16), "bfloat16"), ((64, 16), "tf32"), ((32, 128), "float16")])
@@ -220,18 +220,18 @@ def test_values_of_another_head_dim_are_laid_out_as_the_rest_is(dims, arithmetic
 
 
 def test_in_chunks_nothing_is_spilled_at_head_dim_64_either():
-    found = reports("--arch", "90", "--dim", "64", "--split")
+    found = reports("--arch", "90", "--dim", "64", "--with", "split")
     passes = ["forward", "combine_rows", "dq", "combine_gradients", "dk_dv", "combine_gradients"]
     assert [r["kernel"] for r in found] == passes * 2
-    assert all(r["split"] and r["spilled"] <= allowed_spills(r) and not r["serialised"] for r in found)
+    assert all(r["with"] == ["split"] and r["spilled"] <= allowed_spills(r) and not r["serialised"] for r in found)
 
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_gathered_tiles_spill_nothing_and_feed_the_asynchronous_instructions_at_head_dim_64(block):
-    found = reports("--arch", "90", "--dim", "64", "--block", str(block), "--gathered")
+    found = reports("--arch", "90", "--dim", "64", "--block", str(block), "--with", "gathered")
     assert [r["kernel"] for r in found] == ["forward", "dq", "dk_dv"]
     for r in found:
-        assert r["gathered"] and not r["descriptors"], r
+        assert r["with"] == ["gathered"] and not r["descriptors"], r
         assert r["wgmma"] > 0 and r["spilled"] == 0 and not r["serialised"], r
 
 
@@ -267,7 +267,9 @@ def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, mess
     [
         (["--arithmetic", "foo"], "--arithmetic must be from bfloat16, float16, tf32, float32; got foo."),
         (["--block", "100"], "--block must be one of 16, 32, 64, 128, 256; got 100."),
-        (["--gathered"], "--gathered needs a --block of 16 or 32; got 128."),
+        (["--with", "gathered"], "--with gathered needs a --block of 16 or 32; got 128."),
+        (["--with", "positions"], "--with positions needs --with dropout."),
+        (["--with", "foo"], "--with must be from lengths, dropout, positions, split, gathered; got foo."),
     ],
 )
 def test_options_that_cannot_be_served_are_explained(words, message):

@@ -29,6 +29,7 @@ from sparseflash.cli.mask_mods import mask_mod_of
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
 from sparseflash.cli.refused import Refused
 from sparseflash.cli.sources import module_of
+from sparseflash.cli.strip import strip
 from sparseflash.explain import Explanation
 from tests.processes.forked import ROOT, python
 from tests.processes.threads import threads
@@ -1020,6 +1021,7 @@ def test_only_help_of_the_command_is_help(command, arguments, is_help):
         (("--picture", "none/m.png"), "--picture must be in a folder that exists; got none/m.png"),
         (("--html", "none/m.html"), "--html must be in a folder that exists; got none/m.html"),
         (("--save", "none/m.mask"), "--save must be in a folder that exists; got none/m.mask"),
+        (("--layers", "3"), "--layers must be given with --picture FILE; got --layers 3 alone"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(options, words, monkeypatch):
@@ -1033,6 +1035,20 @@ def test_a_picture_may_show_scores_or_tiles_and_every_head(tmp_path, monkeypatch
     for options in ((), ("--elements",), ("--tiles", "--by-head")):
         run("show", "causal(100)", "--picture", str(tmp_path / "m.png"), *options)
     assert [(each["elements"], each["by_head"]) for each in asked] == [(None, False), (True, False), (False, True)]
+
+
+def test_a_picture_may_show_who_has_reached_whom_layer_by_layer(tmp_path):
+    mask, picture = masks.local(256, window=33, block=32).with_lengths([200, 256]), tmp_path / "m.svg"
+    run("show", "local(256, window=33, block=32)", "--layers", "7", "--picture", str(picture), "--tiles")
+    assert picture.stat().st_size > 1000
+    figure = strip(mask, 7)
+    step = mask.to_dense()[0, 0].float() + torch.diag((torch.arange(256) < 200).float())
+    reached = torch.eye(256)
+    for number, axes in enumerate(figure.axes, start=1):
+        reached = (step @ reached > 0).float()
+        share = f"{100 * float(reached.mean()):.3g} % reached"
+        assert axes.get_title() == f"{number} layer{'s' * (number > 1)}: {share}"
+    assert number == 7 and "batch element 0" in figure.get_suptitle()
 
 
 def test_the_page_has_the_costs_beside_the_picture(tmp_path):

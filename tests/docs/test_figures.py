@@ -1,9 +1,10 @@
+import re
 from dataclasses import replace
 
 import pytest
 
 from docs.figures import __main__ as command
-from docs.figures import handwritten, marks, stale, store, tables
+from docs.figures import compiled, handwritten, marks, stale, store, tables, tried
 from docs.figures.marks import contradictions, filled
 from docs.figures.store import FigureError, figure, number
 from docs.figures.table import Table, rendered
@@ -312,6 +313,24 @@ def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
         handwritten.handwritten(path, ("no such sentence",))
 
 
+def test_the_readme_stays_short():
+    """At most 120 lines and 30 measured numbers, without their noise."""
+    text = (store.ROOT / "README.md").read_text()
+    written = [content for kind, _, content in marks.MARK.findall(text) if kind == "figure"]
+    of_tables = [content for kind, _, content in marks.MARK.findall(text) if kind == "table"]
+    written += [cell for each in of_tables for line in each.splitlines() for cell in line.split("|")[2:]]
+    numbers = [each for cell in written for each in re.findall(r"(?<!± )\b\d+\.\d+", cell)]
+    assert len(text.splitlines()) <= 120
+    assert 0 < len(numbers) <= 30
+
+
+def test_docstrings_have_no_measured_numbers(tmp_path):
+    """What was measured is a row of experiments/results/tried/*.csv, or a run."""
+    path = tmp_path / "module.py"
+    path.write_text('"""A module."""\n\n\ndef f():\n    """It takes 1.2 times\n    as long."""\n    return 30  # us\n')
+    assert handwritten.in_docstrings(path) == ["module.py:5: 1.2 times as long"]
+
+
 def test_the_figures_of_the_pages_are_those_of_the_store():
     """`python -m docs.figures` writes what this test says is out of date."""
     assert command.problems([filled(path) for path in marks.pages()]) == []
@@ -334,3 +353,70 @@ def test_the_command_lists_checks_and_writes(page, monkeypatch, capsys, words, s
     assert command.main() == status
     assert printed in capsys.readouterr().out
     assert (found.path.read_text() == found.after) == (words == [])
+
+
+def test_every_idea_that_was_tried_is_on_the_page_of_its_topic():
+    """Every section of `tried/TOPIC.csv` stands on TOPIC.md, and no table there is typed by hand."""
+    for path in sorted((store.RESULTS / "tried").glob("*.md")):
+        text = path.read_text()
+        sections = {row["section"] for row in tried.rows_of(path.stem)}
+        assert {f"<!-- table: tried/{f'{path.stem}/{each}'.rstrip('/')} -->" for each in sections} == {
+            line for line in text.splitlines() if line.startswith("<!-- table")
+        }
+        outside = "".join(piece for kind, piece in marks.pieces_of(text) if kind == "text")
+        assert not [line for line in outside.splitlines() if line.startswith("|")], path
+    assert {path.stem for path in (store.RESULTS / "tried").glob("*.csv")} == {
+        path.stem for path in (store.RESULTS / "tried").glob("*.md")
+    }
+
+
+def write_tried(results, *lines):
+    (results / "tried").mkdir()
+    (results / "tried" / "host.csv").write_text("\n".join([",".join(tried.COLUMNS), *lines]) + "\n")
+
+
+def test_a_table_of_ideas_has_units_devices_and_commits(page, results):
+    write_tried(results, "A,one call | two,0.9,5 to 4,us,H100,1234567,kept", "A,a cache,,,us,,,not built", "B,x,,1,,,,")
+    assert page("<!-- table: tried/host/A --><!-- /table -->").after == (
+        "<!-- table: tried/host/A -->\n| idea | predicted | measured | result |\n|---|---|---|---|\n"
+        "| one call \\| two (1234567) | 0.9 | 5 to 4 | kept |\n| a cache | - | - | not built |\n\n"
+        "Numbers without a unit: us. Device: H100.\n<!-- /table -->"
+    )
+    assert page("<!-- table: tried/host/B --><!-- /table -->").after.endswith(
+        "|---|---|---|\n| x | 1 |  |\n<!-- /table -->"
+    )
+    assert page("<!-- table: tried/host/C --><!-- /table -->").errors == [
+        "tried/host/C must be a section of tried/host.csv; it is not"
+    ]
+
+
+def test_an_idea_without_a_measurement_or_a_reason_is_refused(page, results):
+    write_tried(results, "A,one call,0.9,,us,H100,1234567,")
+    (error,) = page("<!-- table: tried/host/A --><!-- /table -->").errors
+    assert error.startswith(
+        "host.csv must have section, idea, predicted, measured, unit, device, commit, why, an idea and"
+    )
+
+
+def test_numbers_of_compiled_kernels_are_those_of_the_files(tmp_path):
+    folder = tmp_path / "compile"
+    folder.mkdir()
+    (folder / "fits-triton-3.9.0.csv").write_text("case,config,stages\na,64x64x4x3q,3\na,64x64x4x3,2\nb,64x64x4x2,2\n")
+    (folder / "versions.csv").write_text(
+        "triton,kernel,instructions,spilled\n3.6.0,hopper D=64/64  forward_kernel,2568,0\n"
+        "3.6.0,hopper D=64/64 sink learned backward_kernel,100,16\n3.6.0,portable D=64 forward_kernel,7,0\n"
+        "3.9.0,hopper D=64/64  forward_kernel,2552,4\n3.9.0,hopper D=64/64 sink learned backward_kernel,90,8\n"
+    )
+    assert compiled.fits(tmp_path) == "All 3 kernels of 2 cases fit, 1 of them with fewer pipeline stages than chosen."
+    assert compiled.forwards(tmp_path).splitlines()[2:] == ["| D=64/64 | 2,568, 0 | 2,552, 4 |"]
+    assert "spill 16 to 16 bytes a thread under Triton 3.6.0, 8 to 8 bytes" in compiled.spills(tmp_path)
+
+
+def test_the_store_stays_small():
+    """Fewer than 150 files and 6 MiB; no page of more than 1,500 words."""
+    files = [path for path in store.RESULTS.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert len(files) < 150
+    assert sum(path.stat().st_size for path in files) < 6 * 2**20
+    assert {
+        path.name: n for path in files if path.suffix == ".md" and (n := len(path.read_text().split())) > 1500
+    } == {}

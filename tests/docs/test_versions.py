@@ -49,7 +49,8 @@ def test_pip_takes_the_oldest_and_refuses_no_newer_one():
 
 def test_the_comment_beside_them_says_what_each_pytorch_pins():
     pinned = dict(re.findall(r"(\d+\.\d+) pins (\d+\.\d+)\.\d+", PYPROJECT))
-    assert pinned == {torch: named((each.triton,)) for each in MEASURED for torch in each.torch}
+    wanted = {torch: named((each.triton,)) for each in MEASURED for torch in each.torch}
+    assert pinned == wanted, "the comment beside triton in pyproject.toml"
 
 
 def test_the_versions_of_the_tests_are_measured_ones():

@@ -13,6 +13,7 @@ from sparseflash.interop.flash_attn_packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from sparseflash.interop.flash_attn_padding import pad_input, unpad_input
 from sparseflash.varlen import _masks
 
 
@@ -184,6 +185,80 @@ def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, 
     assert torch.equal(now[0], k_cache) and torch.equal(now[1], v_cache)
 
 
+def turned(x, cos, sin, at, interleaved):
+    """flash-attn's `apply_rotary_emb_torch`, of x `[n, H, D]` at positions `[n]`."""
+    half = cos.shape[1]
+    own, rest = x[..., : 2 * half], x[..., 2 * half :]
+    cos, sin = cos[at][:, None], sin[at][:, None]
+    if interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        other = torch.stack([-own[..., 1::2], own[..., ::2]], -1).flatten(-2)
+    else:
+        cos, sin = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
+        other = torch.cat([-own[..., half:], own[..., :half]], -1)
+    return torch.cat([own * cos + other * sin, rest], -1)
+
+
+@given(
+    new=st.integers(1, 4), half=st.sampled_from([2, 5, 8]), interleaved=st.booleans(), causal=st.booleans(),
+    pages=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_new_keys_and_queries_are_rotated_by_their_positions(new, half, interleaved, causal, pages, seed):
+    q, k, v = (x.detach() for x in drawn((2, new, 4, 16), (2, new, 2, 16), (2, new, 2, 16), seed=seed))
+    k_cache, v_cache = (x.detach() for x in drawn((2, 32, 2, 16), (2, 32, 2, 16), seed=seed + 1))
+    filled = torch.randint(new, 32 - new, (2,), generator=torch.Generator().manual_seed(seed))
+    angle = torch.arange(40.0, dtype=torch.float64)[:, None] / 10 ** torch.arange(half)
+    cos, sin = angle.cos(), angle.sin()
+    stored = [x.clone() for x in (k_cache, v_cache)]
+    table = torch.tensor([[3, 1], [0, 2]])
+    if pages:
+        stored = [torch.zeros(4, 16, 2, 16, dtype=x.dtype).index_copy(0, table.flatten(), x.reshape(4, 16, 2, 16))
+                  for x in stored]  # fmt: skip
+    out = flash_attn_with_kvcache(
+        q, *stored, k, v, cos, sin, filled, block_table=table if pages else None, causal=causal,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    now = [x[table].flatten(1, 2) for x in stored] if pages else stored
+    for b, n in enumerate(filled.tolist()):
+        at = n + torch.arange(new)
+        k_cache[b, n : n + new], v_cache[b, n : n + new] = turned(k[b], cos, sin, at, interleaved), v[b]
+        own = turned(q[b], cos, sin, at if causal else torch.full_like(at, n), interleaved)
+        live = live_scores(new, n + new, causal, (-1, -1))
+        torch.testing.assert_close(out[b], defined(own, k_cache[b, : n + new], v_cache[b, : n + new], live)[0])
+    torch.testing.assert_close(now, [k_cache, v_cache])
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_tokens_past_the_packed_sequences_are_padding(slopes):
+    q, k, v = inputs = drawn((50, 4, 16), (45, 2, 16), (45, 2, 16))
+    given = torch.rand(4) if slopes else None
+    sums, k_sums = sums_of([13, 20]), sums_of([10, 25])
+    options = {"causal": True, "alibi_slopes": given, "return_lse": True, "block": 16}
+    out, lse = flash_attn_varlen_func(q, k, v, sums, k_sums, 20, 25, **options)
+    want, want_lse = flash_attn_varlen_func(q[:33], k[:35], v[:35], sums, k_sums, 20, 25, **options)
+    assert torch.equal(out[:33], want) and torch.equal(lse[:, :33], want_lse)
+    assert not out[33:].any() and bool((lse[:, 33:] == -torch.inf).all())
+    got, theirs = (torch.autograd.grad(x.sum(), inputs, retain_graph=True) for x in (out, want))
+    for a, b in zip(got, theirs, strict=True):
+        assert torch.equal(a, b) and not a[35:].any()
+
+
+@pytest.mark.parametrize("new", [(3, 3), (2, 9)])
+def test_packed_queries_read_pages(new):
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(2, 6, 16, 2, 16, generator=generator, dtype=torch.float64)
+    q = torch.randn(sum(new), 4, 16, generator=generator, dtype=torch.float64)
+    table, sums, k_sums = torch.tensor([[4, 0, 2], [1, 5, 3]]), sums_of(new), sums_of([40, 21])
+    out, lse = flash_attn_varlen_func(
+        q, *pages, sums, k_sums, max(new), 40, causal=True, window_size=(17, 0), block_table=table, return_lse=True
+    )
+    for b, (n, length) in enumerate(zip(new, (40, 21))):
+        k, v = (x[table[b]].flatten(0, 1)[:length] for x in pages)
+        want, want_lse = defined(q[sums[b] : sums[b + 1]], k, v, live_scores(n, length, True, (17, 0)))
+        torch.testing.assert_close(out[sums[b] : sums[b + 1]], want)
+        torch.testing.assert_close(lse[:, sums[b] : sums[b + 1]].double(), want_lse, rtol=1e-6, atol=1e-6)
+
+
 def test_masks_are_made_once():
     q, k, v = drawn((1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16))
     made = []
@@ -250,20 +325,31 @@ Q = torch.zeros(1, 8, 2, 16)
             "q must have shape [tokens, heads, head dim]; got [1, 8, 2, 16].",
         ),
         (
-            lambda: flash_attn_varlen_func(Q[0], Q[0], Q[0], [0, 7], [0, 8]),
+            lambda: flash_attn_varlen_func(Q[0], Q[0], Q[0], [0, 7], [0, 9]),
             ValueError,
-            "cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, 8 and 8; got 7 and 8.",
+            "cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, 8 and 8, or before padding; got 7 and "
+            "9.",
         ),
         (
-            lambda: flash_attn_varlen_func(Q[0], Q[0], Q[0], [0, 8], [0, 8], block_table=3),
+            lambda: flash_attn_varlen_func(Q[0], Q, Q, [0, 8], [0, 8], block_table=torch.zeros(1, 1).int()),
             ValueError,
-            "block_table must be None in flash_attn_varlen_func; pages go to flash_attn_with_kvcache; got 3.",
+            "max_seqlen_q must be given with a block_table; got None.",
         ),
         (
             lambda: flash_attn_with_kvcache(Q, Q, Q, rotary_cos=Q, rotary_sin=Q),
             ValueError,
-            "rotary_cos and rotary_sin must be None; rotate q and k before the call, by their positions from "
-            "cache_seqlens on; got 'tensors'.",
+            "k and v must be given with rotary_cos, which rotates them; got None.",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, Q, Q, Q[0, :, 0], cache_seqlens=0),
+            ValueError,
+            "rotary_cos and rotary_sin must be given together; got 'one'.",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, Q, Q, Q[0, :, 0], Q[0, :, 0], cache_seqlens=0),
+            ValueError,
+            "rotary_cos and rotary_sin must have shape [positions, half of the rotated features], at most 8 of them; "
+            "got [8, 16] and [8, 16].",
         ),
         (
             lambda: flash_attn_with_kvcache(Q, Q, Q, alibi_slopes=torch.ones(2)),
@@ -331,6 +417,22 @@ def test_on_a_gpu_both_calls_are_their_definition(slopes):
         want, _ = defined(*(x[b].cpu().double() for x in (q, k, v)), live, softcap=5.0, slopes=own)
         for got in (out[b], packed.view_as(out)[b]):
             assert (got.cpu().double() - want).abs().max() < 4e-3  # fp16
+
+
+def test_padded_sequences_are_packed_and_padded_again():
+    """As models call it: unpad, packed attention, pad; against each sequence alone, with gradients."""
+    (qkv,) = drawn((3, 20, 3, 4, 16))
+    lengths = torch.tensor([20, 0, 13])
+    mask = torch.arange(20) < lengths[:, None]
+    packed, indices, sums, longest, used = unpad_input(qkv, mask)
+    assert (sums.tolist(), longest, used.tolist()) == ([0, 20, 20, 33], 20, [20, 0, 13])
+    out = pad_input(flash_attn_varlen_qkvpacked_func(packed, sums, longest, causal=True), indices, 3, 20)
+    own = [defined(*x[:n].unbind(1), live_scores(n, n, True, (-1, -1)))[0] for x, n in zip(qkv, lengths.tolist())]
+    compare(out, torch.stack([torch.cat([x, x.new_zeros(20 - len(x), 4, 16)]) for x in own]), [qkv])
+    both = unpad_input(qkv, mask.int(), (torch.arange(20) == 19).expand(3, 20).int() * (lengths[:, None] < 20))
+    assert both[2].tolist() == [0, 20, 21, 35] and both[4].tolist() == [20, 0, 13]
+    with pytest.raises(ValueError, match=re.escape("attention_mask must have shape [B, N], here [3, 20]; got [3, 1")):
+        unpad_input(qkv, mask[:, :19])
 
 
 def test_packed_queries_keys_and_values_are_those_apart():

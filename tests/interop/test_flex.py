@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import (
 
 from sparseflash import BlockMask, attention, masks
 from sparseflash.interop import from_flex, to_flex
+from sparseflash.interop.flex_attention import create_block_mask as own_create_block_mask
+from sparseflash.interop.flex_blocks import supported
 from tests.drawn.masks import RULES, block_masks, lengths, rule
 from tests.drawn.rule_spellings import Data, by_numbers, data_rules
 
@@ -276,8 +278,6 @@ def of_other_heads():
 @pytest.mark.parametrize(
     ("flex", "error", "message"),
     [
-        (lambda: create_block_mask(lambda b, h, q, k: k <= q, None, None, 600, 600, device="cpu", BLOCK_SIZE=512),
-         ValueError, "BLOCK_SIZE must be of 16, 32, 64, 128, 256; got 512 x 512."),
         (lambda: with_lists([1, 3], [[0, 0], [0, 1]]), ValueError,
          "counts of partial blocks must lie in 0..2, the width of their lists; got 1..3."),
         (lambda: with_lists([1, -1], [[0, 0], [0, 1]]), ValueError, "got -1..1."),
@@ -297,6 +297,38 @@ def of_other_heads():
 def test_errors_say_what_must_hold(flex, error, message):
     with pytest.raises(error, match=re.escape(message)):
         from_flex(flex())
+
+
+SIZES = st.sampled_from([1, 3, 8, 16, 24, 48, 64, 100, 384, 512])
+
+
+@given(
+    st.integers(1, 700), st.integers(1, 700), SIZES, SIZES, st.integers(0, 300), st.integers(0, 300), st.booleans(),
+    st.booleans(),
+)  # fmt: skip
+@example(600, 600, 512, 512, 0, 300, True, False)
+@example(50, 70, 8, 8, 3, 20, False, True)
+def test_lists_of_blocks_of_any_size(q_len, k_len, block_q, block_k, left, right, by_head, separate):
+    def mod(b, h, q, k):
+        return (k <= q + right * (h + 1)) & (k >= q - left) if by_head else (k <= q + right) & (k >= q - left)
+
+    if q_len * k_len // (block_q * block_k) > 4000:
+        q_len, k_len = min(q_len, 60), min(k_len, 60)
+    flex = create_block_mask(
+        mod, 1, 2 if by_head else 1, q_len, k_len, device="cpu", BLOCK_SIZE=(block_q, block_k),
+        separate_full_blocks=separate,
+    )  # fmt: skip
+    mask = from_flex(flex)
+    mask.validate()
+    live = create_mask(mod, 1, 2 if by_head else 1, q_len, k_len, device="cpu")
+    assert torch.equal(mask.to_dense().expand_as(live), live)
+    size = supported(block_q), supported(block_k)
+    ours = own_create_block_mask(mod, 1, 2 if by_head else 1, q_len, k_len, device="cpu", BLOCK_SIZE=(block_q, block_k))
+    assert (mask.block_q, mask.block_k) == (ours.block_q, ours.block_k) == size and torch.equal(
+        ours.to_dense().expand_as(live), live
+    )
+    if separate and block_q % size[0] == block_k % size[1] == 0 and bool(flex.full_kv_num_blocks.any()):
+        assert bool((mask.tile == 0).any())  # parts of full blocks are full
 
 
 FIVE = {

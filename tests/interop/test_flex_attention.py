@@ -244,15 +244,26 @@ def test_signed_distances_are_recognised_in_compiled_code(is_made_before):
 Q = torch.zeros(1, 2, 8, 16)
 
 
+def test_choices_of_their_kernels_change_nothing():
+    want = flex_attention(Q, Q, Q)
+    options = {"BLOCK_M": 64, "fwd_num_stages": 3, "bwd_BLOCK_N1": 32, "BACKEND": "TRITON"}
+    assert torch.equal(flex_attention(Q, Q, Q, kernel_options=options), want)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
         (lambda: flex_attention(Q, Q[:, :1], Q[:, :1]), ValueError, "query must have as many heads as key unless"),
         (lambda: flex_attention(Q[0], Q, Q), ValueError, "query must have shape [batch, heads, tokens, head dim]; got"),
         (
-            lambda: flex_attention(Q, Q, Q, kernel_options={"BLOCK_M": 64}),
+            lambda: flex_attention(Q, Q, Q, kernel_options={"BLOCK_M": 64, "BLOCKM": 64}),
             ValueError,
-            "kernel_options must be None: tile sizes follow from the GPU and the mask; got {'BLOCK_M': 64}.",
+            "waves_per_eu, for both ways or with fwd_ or bwd_; got 'BLOCKM'.",
+        ),
+        (
+            lambda: create_block_mask(causal, None, None, 50, 50, device="cpu", BLOCK_SIZE=0),
+            ValueError,
+            "BLOCK_SIZE must be at least 1; got 0.",
         ),
         (
             lambda: flex_attention(Q, Q, Q, return_aux=theirs.AuxRequest(max_scores=True)),

@@ -200,17 +200,17 @@ Q = torch.zeros(1, 8, 8, 2, 16)
             "additional_keys must have the dtype and device of key and value, torch.float32 and cpu; got torch.float16 "
             "and cpu.",
         ),
-        (
-            lambda: na2d(Q, Q, Q, 3, q_tile_shape=(8, 8)),
-            ValueError,
-            "q_tile_shape must be left out: kernels and tiles follow from the GPU and the mask; got (8, 8).",
-        ),
         (lambda: na2d(Q, Q, Q, 3, rpb=1), TypeError, "na2d got an argument that NATTEN does not have, 'rpb'."),
     ],
 )
 def test_what_cannot_be_taken_is_refused_in_a_sentence(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
+
+
+def test_choices_of_their_kernels_change_nothing():
+    options = {"q_tile_shape": (8, 8), "kernel_schedule": "pp", "attention_kwargs": {}, "backend": "cutlass-fna"}
+    assert torch.equal(na2d(Q, Q, Q, 3, **options), na2d(Q, Q, Q, 3))
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])

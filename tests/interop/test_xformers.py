@@ -227,6 +227,11 @@ def test_triangles_that_are_tensors_are_no_tensors_to_add():
         memory_efficient_attention(q, k, v, unknown)
 
 
+def test_a_choice_of_their_kernels_changes_nothing():
+    (q,) = drawn((1, 20, 2, 16))
+    assert torch.equal(memory_efficient_attention(q, q, q, op=(object, object)), memory_efficient_attention(q, q, q))
+
+
 def test_a_bias_of_blocks_and_dropout():
     q, k, v = drawn((1, 28, 2, 16), (1, 36, 2, 16), (1, 36, 2, 16))
     bias = bias_of("BlockDiagonalCausalMask", [5, 3, 20], [9, 3, 24], 0)
@@ -246,11 +251,6 @@ Q = torch.zeros(1, 8, 2, 16)
             lambda: memory_efficient_attention(Q, Q, Q[0]),
             ValueError,
             "value must have shape [B, M, H, K], [B, M, K] or",
-        ),
-        (
-            lambda: memory_efficient_attention(Q, Q, Q, op="cutlass"),
-            ValueError,
-            "op must be None: the kernels follow from the GPU and the mask; got 'cutlass'.",
         ),
         (
             lambda: memory_efficient_attention(Q, Q, Q, output_dtype=torch.float64),

@@ -92,8 +92,8 @@ def path_of(module):
 
 @cache
 def row_of(path):
-    group = next((name for name, files in GROUPS.items() if path in files), None)
-    return next(row for row in (path, group, path.rpartition("/")[0]) if row in MAY_IMPORT)
+    group, folder = next((name for name, files in GROUPS.items() if path in files), None), path.rpartition("/")[0]
+    return next((row for row in (path, group) if row in MAY_IMPORT), folder)  # a new folder may have no row yet
 
 
 def is_leaf(module):
@@ -103,9 +103,9 @@ def is_leaf(module):
 
 def allowed(module, imported):
     row, other = row_of(path_of(module)), row_of(path_of(imported))
-    return (
-        other == row or other in MAY_IMPORT[row] or (is_leaf(imported) and below(module, imported.rpartition(".")[0]))
-    )
+    if other == row or other in MAY_IMPORT.get(row, ()):
+        return True
+    return is_leaf(imported) and below(module, imported.rpartition(".")[0])
 
 
 MODULES = read_all()

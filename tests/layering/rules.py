@@ -9,13 +9,13 @@ inside functions and for types count.
 # what chooses tiles for attention needs `triton:choosing`.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
-    "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs cuda_graphs device "
+    "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs device "
     "direct_start launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
-    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
+    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores table_sums",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
-    "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flash_attn_varlen "
+    "flex_attention megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -24,7 +24,9 @@ _LIBRARY = {
     "__main__.py": "cli",
     # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
-    "decode.py": "backends backends/cached.py backends/triton/decode blockmask scores validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask "
+    "decode_checks.py scores validation.py",
+    "decode_checks.py": "backends/cached.py blockmask validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
     "grouped.py": "attention.py blockmask masks/block_index.py merge.py scores validation.py",
@@ -52,8 +54,8 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores selected_tokens.py "
-    "varlen.py",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/fused masks/tiling nn scores "
+    "selected_tokens.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -62,7 +64,8 @@ _LIBRARY = {
     "backends/reference.py": "blockmask scores",
     "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
-    "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
+    "scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
@@ -81,8 +84,8 @@ _LIBRARY = {
     "backends/triton/device_functions backends/triton/launch blockmask",
     "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
-    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
-    "testing",
+    "backends/triton/kernel_check.py": "attention.py backends backends/triton backends/triton/hopper "
+    "backends/triton/hopper:device blockmask scores testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
     "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",
@@ -117,28 +120,29 @@ _EXPERIMENTS = {
     "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
-    "benchmarks": "",
+    # The benchmarks of one file.
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
-    "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
-    "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
     "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
-    "sparseflash/backends/reference.py PUBLIC",
+    "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
-    "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
-    "benchmarks/scores.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
-    "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
+    "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
-    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
-    "training BACKENDS PUBLIC",
+    "benchmarks/tune.py": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed training BACKENDS "
+    "PUBLIC",
 }
 
 
@@ -168,9 +172,13 @@ FACADE = "sparseflash.blockmask.mask"
 # Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
     "sparseflash/backends/triton",
+    "masks/fused/block_scores.py",
     "masks/fused/index.py",
+    "masks/fused/largest.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/select.py",
+    "masks/fused/summed_scores.py",
+    "masks/fused/tile_scores.py",
     "masks/fused/unused.py",
 )

@@ -1,5 +1,8 @@
 """`select_blocks` against its formula, an entry at a time, by both ways to the choice."""
 
+import importlib
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -14,7 +17,7 @@ from tests.masks.chosen_blocks import WAYS, by, generator
 few = settings(max_examples=max(1, settings().max_examples // 2))
 
 
-def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near):
+def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near, sums=None):
     """The docstring's rule, with Python's sort: int64 `[B, H, lists, top_k]`."""
     (batch, heads, q_len, _), (_, kv_heads, k_len, _) = q.shape, k.shape
     scores = q.double() @ k.double().repeat_interleave(heads // kv_heads, 1).mT
@@ -22,6 +25,11 @@ def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near):
     live = torch.ones(q_len, k_len, dtype=torch.bool)
     if causal:
         live = torch.arange(k_len) <= torch.arange(q_len)[:, None] + shift
+    origin = torch.zeros(q_len, dtype=torch.int64)  # the first block of a query's sequence
+    if sums is not None:
+        sequence = torch.bucketize(torch.arange(q_len), torch.tensor(sums[1:]), right=True)
+        live = live & (sequence[:, None] == sequence)
+        origin = torch.tensor(sums)[sequence] // span
     index = torch.full((batch, heads, -(-q_len // block_q), top_k), -1)
     for i in range(index.shape[2]):
         rows = slice(i * block_q, min(q_len, i * block_q + block_q))
@@ -32,7 +40,7 @@ def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near):
                 tile, seen = (x[rows, j * span : j * span + span] for x in (scores[b, h], live))
                 value = float(tile.mean() if reduce == "mean" else tile.masked_fill(~seen, -torch.inf).max())
                 near_end = own[1] + (1 if causal else near)
-                forced = j < sinks or (near > 0 and own[0] - near < j < near_end)
+                forced = j < origin[rows.start] + sinks or (near > 0 and own[0] - near < j < near_end)
                 if seen.any() and (forced or value > -torch.inf):
                     found.append((not forced, 0 if forced else -value, j))
             best = torch.tensor([j for _, _, j in sorted(found)[:top_k]], dtype=torch.int64)
@@ -67,6 +75,49 @@ def test_the_best_blocks_are_those_of_the_formula(
         got = select_blocks(q, k, scale=1.0, sink_blocks=sinks, local_blocks=near, **more)
     assert got.dtype == torch.int32
     assert torch.equal(got.long(), by_formula(q, k, **more, sinks=sinks, near=near))
+
+
+@few
+@given(
+    WAYS, st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 20),
+    st.sampled_from([(1, 2, 1), (2, 2, 2)]), st.sampled_from([(1, 1), (4, 1), (16, 1), (16, 4), (4, 16), (64, 1)]),
+    st.sampled_from([3, 9, 130]), st.sampled_from(["max", "mean"]), st.booleans(), st.integers(0, 1),
+    st.integers(0, 1), SEEDS,
+)  # fmt: skip
+@example("kernels", [3, 2], 1, (1, 2, 1), (64, 1), 3, "max", True, 1, 1, 0)  # a document begins in a later tile
+@example("kernels", [0, 1], 0, (1, 2, 1), (4, 16), 130, "max", False, 1, 0, 0)  # long lists of blocks of queries
+def test_no_query_chooses_blocks_of_another_sequence(
+    way, sizes, rest, heads, blocks, top_k, reduce, causal, sinks, near, seed
+):
+    (span, block_q), (batch, q_heads, kv_heads) = blocks, heads
+    near = 0 if block_q > span else near
+    step = max(span, block_q)
+    if reduce == "mean":  # thirds are not exact
+        rest = 0
+    sums = torch.tensor([0, *(size * step for size in sizes), rest]).cumsum(0).tolist()
+    if not sums[-1]:
+        return
+    g = generator(seed)
+    q, k = (torch.randint(-2, 3, (batch, h, sums[-1], 8), generator=g).float() for h in (q_heads, kv_heads))
+    more = {"top_k": top_k, "span": span, "block_q": block_q, "reduce": reduce, "causal": causal}
+    with by(way):
+        got = select_blocks(q, k, scale=1.0, sink_blocks=sinks, local_blocks=near, cu_seqlens=sums, **more)
+    assert torch.equal(got.long(), by_formula(q, k, **more, sinks=sinks, near=near, sums=sums))
+
+
+@few
+@given(
+    WAYS, st.integers(1, 30), st.integers(120, 400), st.sampled_from([1, 2]), st.sampled_from([129, 200]),
+    st.booleans(), st.sampled_from([torch.float32, torch.float16]), SEEDS,
+)  # fmt: skip
+@example("kernels", 3, 300, 1, 200, True, torch.float16, 0)
+def test_long_lists_are_those_of_the_formula(way, q_len, k_len, span, top_k, causal, dtype, seed):
+    g = generator(seed)
+    q, k = (torch.randint(-2, 3, (1, 2, n, 8), generator=g).to(dtype) for n in (q_len, k_len))
+    more = {"top_k": top_k, "span": span, "block_q": 1, "reduce": "max", "causal": causal}
+    with by(way), mock.patch.object(importlib.import_module("sparseflash.masks.fused.block_scores"), "_AT_ONCE", 8192):
+        got = select_blocks(q, k, scale=1.0, sink_blocks=1, local_blocks=2, **more)
+    assert torch.equal(got.long(), by_formula(q, k, **more, sinks=1, near=2))
 
 
 @pytest.mark.parametrize("way", ["operations", "kernels"])
@@ -114,6 +165,16 @@ Q, K = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 100, 16)
         ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
         ({"scale": "1"}, TypeError, r"scale must be a number; got"),
         (
+            {"cu_seqlens": [0, 40, 100], "span": 16},
+            ValueError,
+            r"cu_seqlens must be multiples of 16, of block_q and span, except for the last; got \(0, 40, 100\)\. Leave",
+        ),
+        (
+            {"cu_seqlens": [0, 90]},
+            ValueError,
+            r"cu_seqlens must end with the number of tokens of q and of k, 100 and 100; got 90",
+        ),
+        (
             {"sink_blocks": 2, "local_blocks": 1, "span": 16},
             ValueError,
             r"top_k must be at least the 3 blocks that sink_blocks and local_blocks may keep; got 2",
@@ -128,12 +189,15 @@ def test_what_is_refused_and_why(arguments, error, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("span", "block_q", "reduce"), [(128, 1, "max"), (64, 64, "max"), (4, 1, "max"), (64, 1, "mean")]
+    ("span", "block_q", "reduce", "top_k"),
+    [(128, 1, "max", 3), (64, 64, "max", 3), (4, 1, "max", 3), (64, 1, "mean", 3), (1, 1, "max", 200)],
 )
-def test_the_best_blocks_are_those_of_the_formula_on_the_gpu(dtype, span, block_q, reduce):
+@pytest.mark.parametrize("sums", [None, [0, 128, 384]])
+def test_the_best_blocks_are_those_of_the_formula_on_the_gpu(dtype, span, block_q, reduce, top_k, sums):
     g = generator(0)
     q, k = (torch.randint(-2, 3, (2, h, 384, 128), generator=g).to(dtype) for h in (4, 2))
-    more = {"top_k": 3, "span": span, "block_q": block_q, "reduce": reduce, "causal": True}
-    got = select_blocks(q.cuda(), k.cuda(), scale=1.0, local_blocks=1, **more)
-    assert torch.equal(got.cpu().long(), by_formula(q, k, **more, sinks=0, near=1))
-    assert torch.equal(got, select_blocks(q.cuda(), k.cuda(), scale=1.0, local_blocks=1, **more))
+    more = {"top_k": top_k, "span": span, "block_q": block_q, "reduce": reduce, "causal": True}
+    given = {**more, "scale": 1.0, "local_blocks": 1, "cu_seqlens": sums}
+    got = select_blocks(q.cuda(), k.cuda(), **given)
+    assert torch.equal(got.cpu().long(), by_formula(q, k, **more, sinks=0, near=1, sums=sums))
+    assert torch.equal(got, select_blocks(q.cuda(), k.cuda(), **given))

@@ -192,7 +192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "varlen: running sums are read once, whatever is written",
-        "sparseflash/varlen.py",
+        "sparseflash/blockmask/running_sums.py",
         " and found[1] == values._version:",
         ":",
         "tests/test_varlen.py::test_running_sums_that_are_written_to_are_read_again",
@@ -284,9 +284,9 @@ MUTATIONS = [
     ),
     Mutation(
         "launches: one prepared for any dropout",
-        "sparseflash/backends/triton/call_keys.py",
-        "*setting[1:], problem.scale, problem.dropped, problem.kernels, tensors[0].dtype",
-        "*setting[1:], problem.scale, problem.kernels, tensors[0].dtype",
+        "sparseflash/backends/triton/prepared_call.py",
+        "*setting[1:], problem.scale, problem.dropped, problem.kernels, q.dtype",
+        "*setting[1:], problem.scale, problem.kernels, q.dtype",
         "tests/backends/triton/test_call_cache.py::test_launches_that_differ_in_anything_have_keys_of_their_own",
     ),
     Mutation(

@@ -5,6 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from sparseflash import attention, scores
 from sparseflash.scores.expression import derivatives
 from sparseflash.scores.tracing import named_operations, recorded
 
@@ -17,7 +18,9 @@ UNARY = {
     "log": lambda x: (1.5 + x * x).log(), "log1p": lambda x: x.square().log1p(), "log2": lambda x: (2 + x * x).log2(),
     "sqrt": lambda x: (1 + x * x).sqrt(), "rsqrt": lambda x: (1 + x * x).rsqrt(), "sin": torch.sin, "cos": torch.cos,
     "tanh": torch.tanh, "sigmoid": torch.sigmoid, "relu": torch.relu, "silu": torch.nn.functional.silu,
-    "softplus": torch.nn.functional.softplus, "floor": torch.floor, "ceil": torch.ceil, "sign": torch.sign,
+    "softplus": torch.nn.functional.softplus, "erf": torch.erf, "gelu": torch.nn.functional.gelu,
+    "fast gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "floor": torch.floor, "ceil": torch.ceil, "sign": torch.sign,
     "cube": lambda x: x**3, "inverse": lambda x: (2 + x * x) ** -2, "power": lambda x: (1 + x * x) ** 1.3,
     "root": lambda x: (1 + x * x) ** 0.5, "reciprocal": lambda x: (1 + x * x).reciprocal(),
     "clamp": lambda x: x.clamp(-0.7, 0.9), "least": lambda x: x.clamp(min=0.1), "most": lambda x: x.clamp(max=0.1),
@@ -227,6 +230,37 @@ def test_a_captured_number_must_lie_on_the_same_device():
     number = torch.tensor(2.0)
     with pytest.raises(ValueError, match="a captured tensor on cpu, which must be on cuda"):
         recorded(lambda s, b, h, q, k: s * number, (), torch.device("cuda"))
+
+
+def test_products_of_rows_are_sums_with_gradients():
+    """As MLA adds its rotary part; a row may be any dimension, and of a half-precision tensor that is converted."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, x, y = (torch.randn(1, 2, 20, n, generator=generator) for n in (16, 16, 16, 5, 5))
+    y, weights = y[:, :1].mT.contiguous(), torch.randn(5, generator=generator)  # y [1, 1, 5, 20], shared by the heads
+
+    def rotary(s, b, h, q, k, x, y):
+        return s + 0.3 * torch.dot(x[b, h, q].float(), y[b, h // 2, :, k]) + x[b, h, q] @ weights
+
+    found = []
+    for backend in ("reference", "triton"):
+        leaves = [each.clone().requires_grad_() for each in (q, k, v, x, y)]
+        out = attention(*leaves[:3], scores=scores.function(rotary, *leaves[3:]), backend=backend)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda s, b, h, q, k, x: s + torch.dot(x[h], x[h] * s), "an operation on all of a tensor of shape [2, 300]"),
+        (lambda s, b, h, q, k, x: s + torch.dot(x[h], x[h]), "dot of rows of 300 numbers, of which the kernels take"),
+        (lambda s, b, h, q, k, x: s + torch.dot(x[h], torch.ones(300)), "got ones, which is none of them"),
+    ],
+)
+def test_other_products_are_refused(function, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        recorded(function, (torch.ones(2, 300),), CPU)
 
 
 def test_every_operation_that_is_named_is_one_of_pytorchs():

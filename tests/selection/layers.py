@@ -1,5 +1,7 @@
 """Small layers, drawn: of each kind, with the function of `papers` that it must equal."""
 
+from unittest import mock
+
 import torch
 from hypothesis import strategies as st
 
@@ -44,6 +46,7 @@ def options_of(kind):
             {
                 "block": st.sampled_from([16, 32]), "chosen": st.integers(2, 4), "window": st.integers(1, 40),
                 "first": st.integers(0, 1), "last": st.just(1),
+                "value_dim": st.sampled_from([None, 24]),
                 "stride": st.sampled_from([4, 8, 16]), "compression": st.sampled_from([16, 32]),
             }
         ),
@@ -87,3 +90,38 @@ def example_of(kind, heads=4, kv_heads=2, **more):
         "SpanSelection": {"chosen": 3, "index_heads": 2, "index_dim": 6},
     }[kind]
     return filled(getattr(selection, kind)(WIDTH, heads, kv_heads, head_dim=DIM, **options | more), 0)
+
+
+def latent_layer(rotary=True, **more):
+    """A layer with multi-head latent attention: 4 heads, keys of 18 features that hold values of 12."""
+    options = {"chosen": 9, "index_heads": 2, "index_dim": 6} | more
+    made = selection.TokenSelection(
+        WIDTH, 4, latent=selection.Latent(12, 6, 5, 7, 10), rotary=nn.Rotary(6) if rotary else None, **options
+    )
+    return filled(made, 0)
+
+
+def chosen_by(layer, x, **how):
+    """The output of a call, and the keys that it chose: bool `[B, Hq, N, Nk]`."""
+    found = []
+    kind = type(layer)
+    real = kind.choice
+
+    def watched(self, *args, **kwargs):
+        found.append(real(self, *args, **kwargs))
+        return found[-1]
+
+    with mock.patch.object(kind, "choice", watched):
+        out = layer(x, **how)
+    (index,) = found
+    n = index.shape[2]
+    span = getattr(layer, "block", getattr(layer, "span", 1))
+    live = (index.unsqueeze(4) == torch.arange(n) // span).any(3) & torch.ones(n, n, dtype=torch.bool).tril()
+    return out, live.repeat_interleave(layer.num_heads // live.shape[1], 1)
+
+
+def gradients(layer, x, out, loss, pull):
+    total = (out * pull).sum() + (0.0 if loss is None else loss)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found))

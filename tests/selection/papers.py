@@ -21,8 +21,12 @@ def maybe_rotated(layer, x, position):
 
 def projected(layer, x):
     """q `[Hq, N, D]`, and the keys and values of each branch, `[pairs, Hkv, N, D]`, not rotated."""
-    heads = layer.qkv(x).unflatten(1, (-1, layer.head_dim)).transpose(0, 1)
-    q, k, v = heads.split([layer.num_heads, layer.pairs * layer.kv_heads, layer.pairs * layer.kv_heads])
+    pairs = layer.pairs * layer.kv_heads
+    heads = layer.num_heads + pairs
+    features = layer.qkv(x)
+    keys = features[:, : heads * layer.head_dim].unflatten(1, (heads, layer.head_dim)).transpose(0, 1)
+    v = features[:, heads * layer.head_dim :].unflatten(1, (pairs, layer.value_dim)).transpose(0, 1)
+    q, k = keys.split([layer.num_heads, pairs])
     if layer.norm_q is not None:
         q, k = (
             y / (y.square().mean(-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt() * norm.weight
@@ -38,7 +42,7 @@ def rotated_rows(layer, x):
 def attend(layer, q, keys, values):
     """One query to a list of keys `[n, D]`; zeros without any."""
     if not len(keys):
-        return torch.zeros(layer.head_dim, dtype=q.dtype)
+        return torch.zeros(layer.value_dim, dtype=q.dtype)
     return weights(layer, q, keys) @ values
 
 
@@ -76,8 +80,8 @@ def native(layer, x):
     gates = torch.sigmoid(layer.gate(x)).unflatten(1, (3, -1))
     outs, live = [], torch.zeros(layer.num_heads, n, n, dtype=torch.bool)
     spans = [slice(j, j + length) for j in range(0, n - length + 1, stride)]
-    none = x.new_zeros(layer.kv_heads, 0, layer.head_dim)
-    all_keys, all_values = none, none
+    all_keys = x.new_zeros(layer.kv_heads, 0, layer.head_dim)
+    all_values = x.new_zeros(layer.kv_heads, 0, layer.value_dim)
     if spans:
         of_heads = range(layer.kv_heads)
         all_keys = [[maybe_rotated(layer, compressed(k_cmp[g, s], 0), s.start) for s in spans] for g in of_heads]
@@ -140,7 +144,7 @@ def divergence(target, scores):
 def taught(layer, q, k, t, heads, keys):
     """The mean attention weights of heads over a list of keys."""
     with torch.no_grad():
-        return torch.stack([weights(layer, q[h, t], k[h // layer.group, keys]) for h in heads]).mean(0)
+        return torch.stack([weights(layer, q[h, t], k[h * len(k) // len(q), keys]) for h in heads]).mean(0)
 
 
 def blocks(layer, x):
@@ -170,12 +174,32 @@ def blocks(layer, x):
     return mixed(layer, outs), live, loss
 
 
+def latent_heads(layer, x):
+    """Queries, keys and values of multi-head latent attention, each head's own: `[H, N, features]`."""
+    made, sizes = layer.latent, layer.latent.of
+    u, down = made.q_norm(made.q_down(x)), made.kv_down(x)
+    c, shared = made.kv_norm(down[:, : sizes.rank]), down[:, sizes.rank :]
+    shared = torch.stack([maybe_rotated(layer, row, t) for t, row in enumerate(shared)])
+    q, k, v = [], [], []
+    for h, rows in enumerate(made.q_up(u).unflatten(1, (layer.num_heads, -1)).transpose(0, 1)):
+        turned = torch.stack([maybe_rotated(layer, row[sizes.plain :], t) for t, row in enumerate(rows)])
+        q.append(torch.cat([rows[:, : sizes.plain], turned], 1))
+        k.append(torch.cat([c @ made.k_up[h].T, shared], 1))
+        v.append(c @ made.v_up[h].T)
+    return torch.stack(q), torch.stack(k), torch.stack(v)
+
+
 def tokens(layer, x):
     n = len(x)
-    q, (k,), (v,) = projected(layer, x)
-    q, k = rotated_rows(layer, q), rotated_rows(layer, k)
     seen = x.detach()
-    index_q = layer.index_q(seen).unflatten(1, (layer.index_heads, -1))
+    queries = seen
+    if isinstance(getattr(layer, "latent", None), torch.nn.Module):
+        q, k, v = latent_heads(layer, x)
+        queries = layer.latent.q_norm(layer.latent.q_down(seen)).detach()
+    else:
+        q, (k,), (v,) = projected(layer, x)
+        q, k = rotated_rows(layer, q), rotated_rows(layer, k)
+    index_q = layer.index_q(queries).unflatten(1, (layer.index_heads, -1))
     index_k = torch.stack(
         [maybe_rotated(layer, row, t) for t, row in enumerate(layer.index_norm_k(layer.index_k(seen)))]
     )
@@ -188,7 +212,9 @@ def tokens(layer, x):
         keys = row.nonzero()[:, 0] if layer.teach == "chosen" else torch.arange(t + 1)
         loss = loss + divergence(taught(layer, q, k, t, range(layer.num_heads), keys), scores[keys]) / n
         live[:, t] = row
-        outs.append([attend(layer, q[h, t], k[h // layer.group, row], v[h // layer.group, row]) for h in range(len(q))])
+        outs.append(
+            [attend(layer, q[h, t], k[h * len(k) // len(q), row], v[h * len(k) // len(q), row]) for h in range(len(q))]
+        )
     return mixed(layer, outs), live, loss
 
 
@@ -222,16 +248,16 @@ def spans(layer, x):
     return mixed(layer, outs), live, loss
 
 
-def video(layer, x, shape):
-    """Also takes the shape of the video; the chosen keys are in row-major order."""
+def video(layer, x, shape, text=0):
+    """Also takes the shape of the video, and the tokens of text before it; the chosen keys are in row-major order."""
     n = len(x)
     heads = layer.qkv(x).unflatten(1, (-1, layer.head_dim)).transpose(0, 1)
     q, k, v = heads.split([layer.num_heads, layer.kv_heads, layer.kv_heads])
     _, height, width = shape
     cube_of = {}
-    for token in range(n):
+    for token in range(n - text):
         at = token // (height * width), token // width % height, token % width
-        cube_of.setdefault(tuple(a // c for a, c in zip(at, layer.cube)), []).append(token)
+        cube_of.setdefault(tuple(a // c for a, c in zip(at, layer.cube)), []).append(text + token)
     cubes = [cube_of[name] for name in sorted(cube_of)]
     group = layer.num_heads // layer.kv_heads
     q_c, k_c, v_c = (torch.stack([y[:, cube].mean(1) for cube in cubes], 1) for y in (q, k, v))
@@ -242,10 +268,13 @@ def video(layer, x, shape):
     )
     rows = {}
     for h in range(layer.num_heads):
+        for token in range(text):
+            live[h, token] = True
+            rows[h, token] = attend(layer, q[h, token], k[h // group], v[h // group]) * gates[token, 1, h]
         for number, cube in enumerate(cubes):
             scores = k_c[h // group] @ q_c[h, number]
             chosen = best(dict(enumerate(scores.tolist())), layer.chosen)
-            keys = sorted(token for other in chosen for token in cubes[other])
+            keys = [*range(text), *sorted(token for other in chosen for token in cubes[other])]
             coarse = attend(layer, q_c[h, number], k_c[h // group], v_c[h // group])
             for token in cube:
                 live[h, token, keys] = True

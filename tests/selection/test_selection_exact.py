@@ -8,38 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import selection
-from sparseflash.selection.choice import keys_of
 from tests.selection import papers
-from tests.selection.layers import DIM, INDEXED, KINDS, PAPERS, WIDTH, example_of, filled, layers, sequence
+from tests.selection.layers import (
+    DIM,
+    INDEXED,
+    KINDS,
+    PAPERS,
+    WIDTH,
+    chosen_by,
+    example_of,
+    filled,
+    gradients,
+    layers,
+    sequence,
+)  # fmt: skip
 
 SEEDS = st.integers(0, 1000)
-
-
-def chosen_by(layer, x, **how):
-    """The output of a call, and the keys that it chose: bool `[B, Hq, N, Nk]`."""
-    found = []
-    kind = type(layer)
-    real = kind.choice
-
-    def watched(self, *args, **kwargs):
-        found.append(real(self, *args, **kwargs))
-        return found[-1]
-
-    with mock.patch.object(kind, "choice", watched):
-        out = layer(x, **how)
-    (index,) = found
-    n = index.shape[2]
-    frame = selection.frame.Frame(0, n, x.device)
-    span = getattr(layer, "block", getattr(layer, "span", 1))
-    live = keys_of(index, frame, span, torch.arange(n)) & torch.ones(n, n, dtype=torch.bool).tril()
-    return out, live.repeat_interleave(layer.num_heads // live.shape[1], 1)
-
-
-def gradients(layer, x, out, loss, pull):
-    total = (out * pull).sum() + (0.0 if loss is None else loss)
-    leaves = {"x": x, **dict(layer.named_parameters())}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,14 +51,15 @@ VIDEOS = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
 
 @settings(max_examples=12)
 @given(
-    VIDEOS, st.sampled_from([(1, 4, 4), (2, 2, 4)]), st.integers(1, 3), st.sampled_from([(2, 1), (2, 2), (1, 1)]), SEEDS
-)
-def test_a_video_layer_is_its_papers_equations(shape, cube, chosen, heads, seed):
+    VIDEOS, st.sampled_from([0, 0, 1, 16, 21]), st.sampled_from([(1, 4, 4), (2, 2, 4)]), st.integers(1, 3),
+    st.sampled_from([(2, 1), (2, 2), (1, 1)]), SEEDS,
+)  # fmt: skip
+def test_a_video_layer_is_its_papers_equations(shape, text, cube, chosen, heads, seed):
     layer = selection.VideoSparseAttention(WIDTH, *heads, head_dim=DIM, cube=cube, chosen=chosen)
     layer = filled(layer, seed)
-    x = sequence(shape[0] * shape[1] * shape[2], seed).requires_grad_()
-    out, pull = layer(x, shape), sequence(x.shape[1], seed + 1)
-    want, _, _ = papers.video(layer, x[0], shape)
+    x = sequence(text + shape[0] * shape[1] * shape[2], seed).requires_grad_()
+    out, pull = layer(x, shape, text=text), sequence(x.shape[1], seed + 1)
+    want, _, _ = papers.video(layer, x[0], shape, text)
     torch.testing.assert_close(out[0], want, rtol=1e-7, atol=1e-8)
     got = gradients(layer, x, out, None, pull)
     torch.testing.assert_close(got, gradients(layer, x, want[None], None, pull), rtol=1e-6, atol=1e-7)
@@ -104,14 +89,16 @@ def test_packed_sequences_are_as_separate_ones(kind, data, seed):
 
 
 @settings(max_examples=12)
-@given(st.lists(VIDEOS, min_size=1, max_size=3), st.integers(1, 3), SEEDS)
-def test_packed_videos_are_as_separate_ones(shapes, chosen, seed):
+@given(st.lists(VIDEOS, min_size=1, max_size=3), st.data(), st.integers(1, 3), SEEDS)
+def test_packed_videos_are_as_separate_ones(shapes, data, chosen, seed):
     layer = filled(selection.VideoSparseAttention(WIDTH, 2, 1, head_dim=DIM, cube=(1, 4, 4), chosen=chosen), seed)
-    counts = [t * h * w for t, h, w in shapes]
+    texts = data.draw(st.sampled_from([[0] * len(shapes), [5, 0, 17][: len(shapes)]]))
+    counts = [text + t * h * w for text, (t, h, w) in zip(texts, shapes)]
     x = sequence(sum(counts), seed).requires_grad_()
     pull = sequence(sum(counts), seed + 1)
-    packed = layer(x, shapes)
-    separate = torch.cat([layer(part, shape) for part, shape in zip(x.split(counts, 1), shapes)], 1)
+    packed = layer(x, shapes, text=texts)
+    parts = zip(x.split(counts, 1), shapes, texts)
+    separate = torch.cat([layer(part, shape, text=text) for part, shape, text in parts], 1)
     torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-10)
     got = gradients(layer, x, packed, None, pull)
     torch.testing.assert_close(got, gradients(layer, x, separate, None, pull), rtol=1e-7, atol=1e-8)

@@ -23,6 +23,8 @@ from experiments.benchmarks.interpreter import compile_kernels
 
 RESULTS = Path("experiments/results/compile")
 ARITHMETIC = ("bfloat16", "float16", "tf32", "float32")
+# positions: dropout by positions in a whole sequence, as over several GPUs. split: rows and columns in chunks.
+FEATURES = ("lengths", "dropout", "positions", "split", "gathered")
 
 app = typer.Typer(add_completion=False)
 
@@ -34,19 +36,11 @@ def show(
     arithmetic: Annotated[
         list[str] | None, typer.Option(help="bfloat16, float16, tf32 or float32; may be repeated.")
     ] = None,
-    value_dim: Annotated[
-        int | None, typer.Option(help="Head dim of the values.", show_default="that of the queries and keys")
+    value_dim: Annotated[int | None, typer.Option(help="Head dim of values.", show_default="that of queries")] = None,
+    with_: Annotated[
+        list[str] | None, typer.Option("--with", help=f"From {', '.join(FEATURES)}; may be repeated.")
     ] = None,
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
-    lengths: Annotated[bool, typer.Option(help="With a mask that has lengths (padding).")] = False,
-    dropout: Annotated[bool, typer.Option(help="With dropout of the weights.")] = False,
-    positions: Annotated[
-        bool, typer.Option(help="With --dropout: by positions in a whole sequence, as over several GPUs.")
-    ] = False,
-    split: Annotated[bool, typer.Option(help="With rows and columns that are cut into chunks.")] = False,
-    gathered: Annotated[
-        bool, typer.Option(help="With tiles gathered from the blocks of the mask, of 16 or 32 tokens: see --block.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON a kernel instead of a table.")] = False,
 ) -> None:
     """Compile the kernels for an architecture that need not be present, and show what they use.
@@ -55,6 +49,7 @@ def show(
     memory than the architecture has.
     """
     chosen("--arithmetic", arithmetic, ARITHMETIC)
+    features = dict.fromkeys(chosen("--with", with_, FEATURES) if with_ else (), True)
     compile_kernels()
     from experiments.benchmarks.compile.report import compile_all
     from sparseflash.backends.triton.architecture import architecture_of
@@ -62,11 +57,10 @@ def show(
 
     if block not in BLOCKS:
         raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
-    if gathered and block > 32:
-        raise typer.BadParameter(f"--gathered needs a --block of 16 or 32; got {block}.")
-
-    if positions and not dropout:
-        raise typer.BadParameter("--positions needs --dropout.")
+    if "gathered" in features and block > 32:
+        raise typer.BadParameter(f"--with gathered needs a --block of 16 or 32; got {block}.")
+    if "positions" in features and "dropout" not in features:
+        raise typer.BadParameter("--with positions needs --with dropout.")
 
     console = Console()
     columns = ("arch", "arithmetic", "kernel", "loads", "D", "registers", "spilled", "shared", "notes")
@@ -75,23 +69,21 @@ def show(
     every = product(arch or [90], arithmetic or ["bfloat16"], dim or [64, 128], (True, False))
     with console.status("compiling", spinner="line") as status:
         for a, kind, d, descriptors in every:
-            if descriptors and (a < 90 or gathered):
+            if descriptors and (a < 90 or "gathered" in features):
                 continue
             status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
-            found = compile_all(
-                a, kind, d, value_dim=value_dim, block=block, descriptors=descriptors, lengths=lengths, dropout=dropout,
-                positions=positions, split=split, gathered=gathered,
-            )  # fmt: skip
+            found = compile_all(a, kind, d, value_dim=value_dim, block=block, descriptors=descriptors, **features)
+            asked = {"arch": a, "arithmetic": kind, "dim": d, "value_dim": value_dim or d, "with": [*features]}
             for r in found:
                 limit = architecture_of(divmod(a, 10)).shared_memory
                 over = over or r.shared > limit
                 if as_json:
-                    print(json.dumps(asdict(r)), flush=True)
+                    print(json.dumps(asked | asdict(r)), flush=True)
                 said = {
                     f"over the limit of {limit}": r.shared > limit, "serialised wgmma": r.serialised,
                     "two layouts at one address": r.two_layouts, "started by Triton's front": not r.direct,
                 }  # fmt: skip
-                numbers = map(str, (r.dim, r.registers, r.spilled, r.shared))
+                numbers = map(str, (d, r.registers, r.spilled, r.shared))
                 loads = "descriptors" if r.descriptors else "pointers"
                 notes = ", ".join(note for note, holds in said.items() if holds)
                 table.add_row(f"sm_{a}", kind, r.kernel, loads, *numbers, notes)

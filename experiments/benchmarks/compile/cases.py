@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from experiments.benchmarks.compile.changes import change
 from experiments.benchmarks.compile.pairs import pairwise
 from sparseflash import BlockMask, masks, scores
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split
@@ -93,34 +94,24 @@ class Case:
 
     def changes(self, mask: BlockMask) -> Scores | None:
         made = Scores(())
-        for change in self._changes(mask):
-            made = made + change
+        for each in self._changes(mask):
+            made = made + each
         return made if made.changes else None
 
     def _changes(self, mask: BlockMask) -> Iterator[Any]:
-        n, heads = self.tokens, torch.ones(HEADS)
-        if self.softcap:
-            yield scores.softcap(30.0)
-        if self.distance:
-            yield {"alibi": scores.alibi, "log": scores.log_decay}[self.distance](heads)
-        if self.table == "t5":
-            yield scores.relative(torch.ones(HEADS, 32), scores.t5_buckets())
-        if self.table == "grid":
-            yield scores.relative_2d(torch.ones(HEADS, 15, 2 * (n // 8) - 1), 8, n // 8)
-        if self.key_bias:
-            yield scores.key_bias(torch.ones(1, HEADS, n))
-        kind, _, width = self.pairs.partition(" ")
-        dtype = torch.float32 if width == "fp32" or self.dtype == torch.float32 else self.dtype
-        if kind == "bias":
-            yield scores.bias(torch.ones(1, HEADS, n, n, dtype=dtype))
-        if kind == "tile_bias":
-            yield scores.tile_bias(torch.ones(1, HEADS, len(mask.indices), self.block, self.block, dtype=dtype), mask)
+        pairs, _, width = self.pairs.partition(" ")
+        table = "table" if self.table == "t5" else self.table
+        added = (self.distance, table, "key_bias" if self.key_bias else "", pairs)
+        for kind in ("softcap" if self.softcap else "", *added):
+            if kind:
+                yield change(kind, mask, HEADS, torch.float32 if width == "fp32" else self.dtype)
         if self.function:
             function, shapes = _FUNCTIONS[self.function]
+            n = self.tokens
             given = [torch.zeros(shape(n), dtype=torch.int64 if name == "kinds" else None) for name, shape in shapes]
             yield scores.function(function, *given)
         if self.sink:
-            yield scores.sink(heads)
+            yield change("sink", mask, HEADS)
 
 
 OWN_TILES: dict[str, Any] = {

@@ -9,17 +9,18 @@ from unittest import mock
 import torch
 from triton.runtime import driver
 
+from experiments.benchmarks.compile.changes import change
 from experiments.benchmarks.compile.without_gpu import NoDevice
-from sparseflash import BlockMask, clear_caches, masks, scores
+from sparseflash import BlockMask, clear_caches, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton.hopper import cuts, passes, plan
+from sparseflash.backends.triton.hopper import choices, cuts, passes, plan
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.scores.change import PAIRS, Scores, Sizes
 
 ARCH = 90
 TOKENS = 512
 KINDS = ("softcap", "alibi", "log", "sink", "table", "key_bias", *PAIRS)
-FEATURES = ("small", "lengths", "parts", *KINDS, "learned", "dead")
+FEATURES = ("small", "spread", "few", "lengths", "parts", *KINDS, "learned", "dead")
 
 
 def compiled(
@@ -27,13 +28,18 @@ def compiled(
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
-    features: "small": blocks of 64; "lengths"; "parts": rows of the forward and columns of the backward are split;
-    KINDS; "learned": their tensors require gradients; "dead": some tiles are.
+    features: "small": blocks of 64; "spread": every second block is dead; "few": as for few queries of many keys;
+    "lengths"; "parts": rows of the forward and columns of the backward are split; KINDS; "learned": their tensors
+    require gradients; "dead": some tiles are.
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"features must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
     q, v = (torch.empty(1, 2, TOKENS, each, dtype=dtype) for each in (dim, v_dim or dim))
-    mask = (masks.causal if "dead" in features else BlockMask.dense)(TOKENS, block=64 if "small" in features else 128)
+    block = 64 if "small" in features else 128
+    mask = (masks.causal if "dead" in features else BlockMask.dense)(TOKENS, block=block)
+    if "spread" in features:
+        place = torch.arange(TOKENS // block)
+        mask = BlockMask.from_layout((place + place[:, None]) % 2 == 0, block=block)
     unpadded = mask
     if "lengths" in features:
         mask = mask.with_lengths(torch.tensor([100]))
@@ -41,6 +47,7 @@ def compiled(
     with (
         mock.patch.object(plan, "RULE", plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE),
         mock.patch.object(cuts, "RULE", cuts.Rule(far=0, worth=0, shortest=1) if parts else cuts.RULE),
+        mock.patch.object(choices, "has_few_queries", lambda tokens, keys: "few" in features),
         mock.patch.object(driver, "_active", NoDevice(ARCH)),
     ):
         clear_caches()  # passes are cached by a key, plans by their mask
@@ -62,21 +69,7 @@ def compiled(
 
 
 def _changes(features: Sequence[str], mask: BlockMask, dtype: torch.dtype) -> Scores | None:
-    kinds = [kind for kind in KINDS if kind in features]
-    if not kinds:
-        return None
-    heads = torch.ones(2)
-    made: dict[str, Any] = {
-        "softcap": lambda: scores.softcap(30.0), "alibi": lambda: scores.alibi(heads),
-        "log": lambda: scores.log_decay(heads), "sink": lambda: scores.sink(heads),
-        "table": lambda: scores.relative(torch.ones(2, 32), scores.t5_buckets()),
-        "key_bias": lambda: scores.key_bias(torch.ones(1, 2, TOKENS)),
-        "bias": lambda: scores.bias(torch.ones(1, 2, TOKENS, TOKENS, dtype=dtype)),
-        "tile_bias": lambda: scores.tile_bias(
-            torch.ones(1, 2, len(mask.indices), mask.block_q, mask.block_k, dtype=dtype), mask
-        ),
-    }  # fmt: skip
-    changes = Scores(())
-    for kind in kinds:
-        changes = changes + made[kind]()
-    return changes
+    found = Scores(())
+    for kind in (kind for kind in KINDS if kind in features):
+        found = found + change(kind, mask, 2, dtype)
+    return found if found.changes else None

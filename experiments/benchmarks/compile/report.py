@@ -31,19 +31,8 @@ HEADS, TOKENS = 2, 1024
 
 @dataclass(frozen=True)
 class Report:
-    arch: int  # 90 for compute capability 9.0
     kernel: str
-    arithmetic: str
-    dim: int
-    value_dim: int
-    block: int
     descriptors: bool
-    lengths: bool
-    dropout: bool
-    positions: bool  # dropout by positions in the whole sequence
-    split: bool  # rows and columns are cut into chunks
-    gathered: bool  # from the mask's blocks
-    scores: str  # kinds
     stages: int  # fewer than configured if those do not fit
     registers: int  # per thread
     spilled: int  # bytes a thread
@@ -59,14 +48,7 @@ def compile_all(arch: int, arithmetic: str, dim: int, **options: Any) -> list[Re
 
     For float32 also the kernel that splits numbers into pieces, and dQ in two forms. options: see `launched`.
     """
-    changes = options.get("changes")
-    asked = {"arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": options.get("value_dim") or dim}
-    asked |= {name: options.get(name, default) for name, default in _DEFAULTS.items()}
-    asked["scores"] = "" if changes is None else "+".join(changes.kinds)
-    return [_report(name, kernel, asked) for name, kernel in launched(arch, arithmetic, dim, **options)]
-
-
-_DEFAULTS = {"block": 128, **dict.fromkeys(("lengths", "dropout", "positions", "split", "gathered"), False)}
+    return [_report(name, kernel) for name, kernel in launched(arch, arithmetic, dim, **options)]
 
 
 def launched(
@@ -147,7 +129,7 @@ def both_passes(
     return changes, forward, Backward(layout, setting.plan), [q, k, v, dout]
 
 
-def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
+def _report(name: str, kernel: Any) -> Report:
     ptx = kernel.asm["ptx"]
     said, _ = said_by_ptxas(kernel)
     return Report(
@@ -161,7 +143,6 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
         serialised=bool(said.serialised),
         direct=is_direct_version() and parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None,
         two_layouts=has_two_layouts(ptx),
-        **asked,
     )
 
 

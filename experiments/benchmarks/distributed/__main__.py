@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks.distributed`: `simulate` plans for many ranks, `measure` times a few."""
+"""`python -m experiments.benchmarks.distributed`: `measure` times a few ranks."""
 
 from __future__ import annotations
 
@@ -9,30 +9,15 @@ from typing import Annotated
 import typer
 
 from experiments.benchmarks.distributed import measure as measurement
-from experiments.benchmarks.distributed import simulate as simulation
-from experiments.benchmarks.distributed.simulate import PATTERNS
-from experiments.benchmarks.distributed.ways import WAYS
+from experiments.benchmarks.distributed.ways import PATTERNS, WAYS
 from experiments.benchmarks.harness import Bench, Commit, Device, Out, chosen
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
-def simulate(
-    pattern: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="May be repeated.", show_default="64K to 16M")] = None,
-    ranks: Annotated[list[int] | None, typer.Option(help="May be repeated.", show_default="2 to 1,024")] = None,
-    commit: Commit = None,
-    out: Out = Path("runs/distributed/simulated.jsonl"),
-) -> None:
-    """Plan the library's patterns over many ranks: bytes, balance, and modelled times, beside other strategies.
-
-    Needs no GPU and no other process. A minute on a CPU core, and 4 GB of memory for the longest masks.
-    """
-    patterns = chosen("--pattern", pattern, PATTERNS)
-    bench = Bench.start("distributed", "cpu", commit, out)
-    simulation.simulate(bench, patterns, tokens or list(simulation.TOKENS), ranks or list(simulation.RANKS))
-    bench.finish()
+@app.callback()
+def main() -> None:
+    """Attention over several ranks."""
 
 
 @app.command()

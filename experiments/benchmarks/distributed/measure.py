@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks.distributed.simulate import PATTERNS
-from experiments.benchmarks.distributed.ways import ONE, Compared, Setting, Way, leaves, way_of
+from experiments.benchmarks.distributed.ways import ONE, PATTERNS, Compared, Setting, Way, leaves, way_of
 from experiments.benchmarks.harness import Bench, reason
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, distributed
@@ -104,7 +103,7 @@ def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, f
     """A mask, its plan, and the milliseconds to plan a new mask."""
     taken = []
     for _ in range(3):
-        mask = PATTERNS[name][0](tokens)
+        mask = PATTERNS[name](tokens)
         started = time.perf_counter()
         plan = distributed.shard(mask)
         plan.stages_for(1, 1, 1)

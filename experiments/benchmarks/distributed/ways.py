@@ -3,15 +3,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 
-from sparseflash import BlockMask, attention, distributed, testing
+from sparseflash import BlockMask, attention, distributed, masks, testing
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Its name from PyTorch 2.13 on, which warns of the older one.
@@ -20,6 +22,25 @@ ONE, PEER = "one-gpu", "context-parallel"
 COLLECTIVE = "-collective"
 _KEYS = tuple(f"keys-{stages}-stages" for stages in range(3))
 WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "all-to-all", "all-gather", PEER)
+
+
+def documents(tokens: int) -> BlockMask:
+    """64 a million tokens, with a log-normal distribution."""
+    shares = np.random.default_rng(0).lognormal(sigma=1.0, size=max(4, tokens >> 14))
+    lengths = np.maximum(1, (shares / shares.sum() * tokens).astype(np.int64))
+    lengths[-1] += tokens - lengths.sum()
+    return masks.documents(lengths, causal=True)
+
+
+PATTERNS: dict[str, Callable[[int], BlockMask]] = {
+    "butterfly": masks.butterfly,
+    "window-4096": partial(masks.local, window=4096, causal=True),
+    "window-4096-and-64-sinks": partial(masks.streaming, window=4096, sink=64),
+    "documents": documents,
+    "bigbird": masks.deepspeed_bigbird,
+    "causal": masks.causal,
+    "dense": BlockMask.dense,
+}
 
 
 class Way(NamedTuple):

@@ -48,11 +48,10 @@ def _rows(path: Path) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # nested too deeply
-            raise ValueError(f"{path}, line {number}: no JSON ({error}).") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number}: no object.")
-        if missing := [name for name in _KEPT if name not in row]:
+            missing = [name for name in _KEPT if name not in row]
+        except (ValueError, TypeError, RecursionError) as error:  # nested too deeply
+            raise ValueError(f"{path}, line {number}: no JSON object ({error}).") from error
+        if missing:
             raise ValueError(f"{path}, line {number}: no {', '.join(missing)}.")
         yield row
 
@@ -117,11 +116,12 @@ def large(
 
     from experiments.benchmarks.exactness.large import CASES, Scale, compared
     from experiments.benchmarks.timing import first_call
+    from sparseflash.backends.triton.architecture import architecture_of
 
     names = chosen("--case", case, CASES)
     bench = Bench.start("exactness", device, commit, out)
     at = Scale(bench.device, tiny=device == "cpu")
-    is_hopper = device != "cpu" and torch.cuda.get_device_capability()[0] == 9
+    is_hopper = device != "cpu" and architecture_of(torch.cuda.get_device_capability()).has_wgmma
     dtype = str(at.dtype).removeprefix("torch.")
     for name in names:
         for backend in CASES[name][1]:

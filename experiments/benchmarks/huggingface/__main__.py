@@ -13,7 +13,7 @@ from experiments.benchmarks.huggingface import generation, measure
 from experiments.benchmarks.huggingface.generation import COMPILED, DYNAMIC, STATIC, Way, same_tokens
 from experiments.benchmarks.huggingface.implementations import OURS, available, release
 from experiments.benchmarks.huggingface.measure import Options
-from experiments.benchmarks.huggingface.shapes import SHAPES, generating
+from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -71,10 +71,6 @@ def generate(
     ] = None,
     batch: Annotated[list[int] | None, typer.Option(help="May be repeated.", show_default="1, 8")] = None,
     new: Annotated[int, typer.Option(help="Tokens to generate.", min=3)] = 32,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(help="Of queries.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Of keys.")] = 8,
-    dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
     implementation: Implementations = None,
     compile: Annotated[bool, typer.Option(help="Also as Transformers compiles with a static cache.")] = False,
     check: Annotated[bool, typer.Option(help="First compare tokens with those of eager attention.")] = True,
@@ -91,14 +87,13 @@ def generate(
     """
     bench = _start("generate", device, commit, out, small, rounds)
     late = measure.deadline(minutes)
-    shape = generating(layers, heads, kv_heads, dim, small=small)
     caches = [DYNAMIC, STATIC, *([COMPILED] if compile else [])]
     ways = [Way(name, cache) for cache in caches for name in implementation or ["sdpa", OURS]]
     lengths, batches = prompt or [4096, 16_384, 65_536], batch or [1, 8]
     room = max(lengths) + new
     wrong = []
     if check:
-        model = shape.made(torch.float32, bench.device, tokens=room, small=small, check=False)
+        model = GENERATED.made(torch.float32, bench.device, tokens=room, small=small, check=False)
         for way, (_, found) in zip(ways, same_tokens(model, ways).items(), strict=True):
             failure = "" if found == generation.SAME else found
             value = None if failure else float(generation.CHECKED_NEW)
@@ -107,7 +102,7 @@ def generate(
                 wrong.append(str(way))
         del model
         release(bench.device)
-    model = shape.made(dtype_on(bench.device), bench.device, tokens=room, small=small, check=False)
+    model = GENERATED.made(dtype_on(bench.device), bench.device, tokens=room, small=small, check=False)
     for length in lengths:
         for count in batches:
             generation.measure(bench, model, ways, length, count, new=new, late=late)

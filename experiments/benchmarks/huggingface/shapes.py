@@ -28,7 +28,6 @@ class Shape:
     """
 
     name: str
-    words: str
     model: str
     config: str
     settings: Mapping[str, Any]
@@ -95,13 +94,13 @@ _LLAMA = {
 }  # fmt: skip
 
 SHAPES = (
+    # 4 of the 16 layers of Llama 3.2 1B: width 2,048, 32:8 heads of 64.
     Shape(
-        "llama", "4 of the 16 layers of Llama 3.2 1B: width 2,048, 32:8 heads of 64",
-        "LlamaForCausalLM", "LlamaConfig", _LLAMA, _TINY, 8192, 2, positions="max_position_embeddings",
+        "llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA, _TINY, 8192, 2, positions="max_position_embeddings",
     ),
+    # 8 of the 24 layers of GPT-2 medium: width 1,024, 16 heads of 64; as many positions as tokens.
     Shape(
-        "gpt2", "8 of the 24 layers of GPT-2 medium: width 1,024, 16 heads of 64; as many positions as tokens",
-        "GPT2LMHeadModel", "GPT2Config",
+        "gpt2", "GPT2LMHeadModel", "GPT2Config",
         {
             "vocab_size": VOCABULARY, "n_embd": 1024, "n_layer": 8, "n_head": 16, "use_cache": False,
             "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -109,10 +108,10 @@ SHAPES = (
         {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.2},
         16_384, 1, positions="n_positions",
     ),
+    # T5 v1.1 small: 8 + 8 layers of width 512, 6 heads of 64, a learned bias by distance; a quarter as many target
+    # tokens as source tokens.
     Shape(
-        "t5", "T5 v1.1 small: 8 + 8 layers of width 512, 6 heads of 64, a learned bias by distance; a quarter as many "
-        "target tokens as source tokens",
-        "T5ForConditionalGeneration", "T5Config",
+        "t5", "T5ForConditionalGeneration", "T5Config",
         {
             "vocab_size": VOCABULARY, "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
             "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
@@ -120,9 +119,9 @@ SHAPES = (
         {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4},
         2048, 8, without={"flex_attention": "PyTorch 2.11 writes the gradient of its learned bias to other memory"},
     ),
+    # Swin tiny: images of 224 pixels, windows of 7 x 7 patches, a learned bias by distance.
     Shape(
-        "swin", "Swin tiny: images of 224 pixels, windows of 7 x 7 patches, a learned bias by distance",
-        "SwinForImageClassification", "SwinConfig",
+        "swin", "SwinForImageClassification", "SwinConfig",
         {
             "image_size": 224, "patch_size": 4, "embed_dim": 96, "depths": [2, 2, 6, 2], "num_heads": [3, 6, 12, 24],
             "window_size": 7, "drop_path_rate": 0.0, "num_labels": 1000,
@@ -133,10 +132,10 @@ SHAPES = (
         },
         0, 64,
     ),
+    # 4 of the 26 layers of Gemma 2 2B: width 2,304, 8:4 heads of 256, a soft cap, a window of 4,096 in every other
+    # layer.
     Shape(
-        "gemma2", "4 of the 26 layers of Gemma 2 2B: width 2,304, 8:4 heads of 256, a soft cap, a window of 4,096 in "
-        "every other layer",
-        "Gemma2ForCausalLM", "Gemma2Config",
+        "gemma2", "Gemma2ForCausalLM", "Gemma2Config",
         {
             "vocab_size": VOCABULARY, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 4,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
@@ -145,10 +144,10 @@ SHAPES = (
         {**_TINY, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}, 8192, 1, {"sliding_window": 32},
         "max_position_embeddings",
     ),
+    # 4 of the 24 layers of gpt-oss 20B: width 2,880, 64:8 heads of 64, sinks, a window of 128 in every other layer; 2
+    # of its 32 experts, both used by every token.
     Shape(
-        "gpt-oss", "4 of the 24 layers of gpt-oss 20B: width 2,880, 64:8 heads of 64, sinks, a window of 128 in every "
-        "other layer; 2 of its 32 experts, both used by every token",
-        "GptOssForCausalLM", "GptOssConfig",
+        "gpt-oss", "GptOssForCausalLM", "GptOssConfig",
         {
             "vocab_size": VOCABULARY, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4,
             "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
@@ -156,9 +155,9 @@ SHAPES = (
         },
         _TINY, 8192, 1, {"sliding_window": 32}, "max_position_embeddings",
     ),
+    # BERT base: 12 layers of width 768, 12 heads of 64, every token sees every other.
     Shape(
-        "bert", "BERT base: 12 layers of width 768, 12 heads of 64, every token sees every other",
-        "BertForMaskedLM", "BertConfig",
+        "bert", "BertForMaskedLM", "BertConfig",
         {
             "vocab_size": VOCABULARY, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
             "num_attention_heads": 12, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -169,14 +168,13 @@ SHAPES = (
 )  # fmt: skip
 
 
-def generating(layers: int, heads: int, kv_heads: int, dim: int, *, small: bool) -> Shape:
-    sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim, "bos_token_id": None,
+# The width and the heads of Llama 3.1 8B.
+GENERATED = Shape(
+    "llama", "LlamaForCausalLM", "LlamaConfig",
+    {
+        "vocab_size": VOCABULARY, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "bos_token_id": None,
         "eos_token_id": None,
-    }  # fmt: skip
-    words = f"{layers} layers of the width of Llama 3.1 8B, 4,096, {heads}:{kv_heads} heads of {dim}"
-    if small:
-        words = f"{_TINY['num_hidden_layers']} tiny layers"
-    return Shape("llama", words, "LlamaForCausalLM", "LlamaConfig", sizes, _TINY, 1, 1,
-                 positions="max_position_embeddings")  # fmt: skip
+    },
+    _TINY, 1, 1, positions="max_position_embeddings",
+)  # fmt: skip

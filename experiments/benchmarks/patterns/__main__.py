@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +24,7 @@ app = typer.Typer(
 RESULTS = Path("experiments/results/patterns.json")
 # FlexAttention evaluates all scores: variants of a rule take equally long.
 PEERS = ("families", "all", "none")
+PEER_SECONDS, PEER_GIGABYTES = 4.0, 8.0  # the most that one build of FlexAttention may take
 
 Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name; may be repeated. All by default.")]
 
@@ -65,11 +65,6 @@ def make_table(
             "without a comma (families), all that have a formula, or none."
         ),
     ] = PEERS[0],
-    peer_seconds: Annotated[float, typer.Option(help="Longest that one build of FlexAttention may take.")] = 4.0,
-    peer_minutes: Annotated[
-        float, typer.Option(help="FlexAttention is not asked again after so long; its earlier numbers are kept.")
-    ] = 12.0,
-    peer_gigabytes: Annotated[float, typer.Option(help="Most memory that FlexAttention may take.")] = 8.0,
 ) -> None:
     """Measure every pattern; print the table, write it into a Markdown file."""
     patterns = _selected(only, block)
@@ -81,20 +76,13 @@ def make_table(
         )
     with short_errors():
         rows = table.load(results)
-    start, left_out = time.monotonic(), []
     for number, pattern in enumerate(patterns, 1):
         print(f"[{number}/{len(patterns)}] {pattern.name}", flush=True)
         row = measure(pattern, tokens=tokens, at=at, block=block, repeats=repeats)
-        asked = is_asked(peers, pattern)
-        if asked and time.monotonic() - start > 60 * peer_minutes:
-            asked = False
-            left_out.append(pattern.name)
-        if asked:
-            found = [
-                flex.longest(pattern.name, mode, block=block, seconds=peer_seconds, gigabytes=peer_gigabytes)
-                for mode in flex.MODES
-            ]
-            row = replace(row, eager=found[0], compiled=found[1])
+        if is_asked(peers, pattern):
+            limits = {"block": block, "seconds": PEER_SECONDS, "gigabytes": PEER_GIGABYTES}
+            eager, compiled = (flex.longest(pattern.name, mode, **limits) for mode in flex.MODES)
+            row = replace(row, eager=eager, compiled=compiled)
         elif pattern.name in rows:
             row = replace(row, eager=rows[pattern.name].eager, compiled=rows[pattern.name].compiled)
         rows[pattern.name] = row
@@ -106,9 +94,6 @@ def make_table(
         table.put(text, out)
         print(f"Table: {out}")
     print(f"All numbers: {results}")
-    if left_out:
-        again = " ".join(f'--only "{name}"' for name in left_out)
-        print(f"No time for FlexAttention (--peer-minutes): {again}")
 
 
 def is_asked(peers: str, pattern: Pattern) -> bool:

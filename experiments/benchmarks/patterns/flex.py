@@ -1,13 +1,10 @@
 """The longest mask that FlexAttention's `create_block_mask` can build here, in a process that a limit may stop.
 
-python -m experiments.benchmarks.patterns.flex NAME --mode compiled --seconds 10 --gigabytes 8
-
-doubles the length until a build takes too long or too much memory, and prints a line of JSON for each length.
+The process doubles the length until a build takes too long or too much memory, and prints a line of JSON for each.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
@@ -37,10 +34,8 @@ class Peer:
 
 def longest(name: str, mode: str, *, block: int, seconds: float, gigabytes: float, most: int = LONGEST) -> Peer | None:
     """Measures in another process; None if not even the shortest mask could be built."""
-    command = [
-        sys.executable, "-m", "experiments.benchmarks.patterns.flex", name, "--mode", mode, "--block", str(block),
-        "--seconds", str(seconds), "--gigabytes", str(gigabytes), "--most", str(most),
-    ]  # fmt: skip
+    asked = {"name": name, "mode": mode, "block": block, "seconds": seconds, "gigabytes": gigabytes, "most": most}
+    command = [sys.executable, "-m", "experiments.benchmarks.patterns.flex", json.dumps(asked)]
     return read(*output_within(command, _STARTING_SECONDS + 4 * seconds))
 
 
@@ -107,45 +102,29 @@ def peak_bytes() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(name: str, mode: str, block: int, seconds: float, gigabytes: float, most: int) -> None:
     """The program of the other process."""
-    described = argparse.ArgumentParser("python -m experiments.benchmarks.patterns.flex", description=__doc__)
-    described.add_argument("name", help="a pattern of the catalogue")
-    described.add_argument("--mode", choices=MODES, default="eager")
-    described.add_argument("--block", type=int, default=128, help="tokens")
-    described.add_argument("--seconds", type=float, default=10.0, help="the longest that one build may take")
-    described.add_argument("--gigabytes", type=float, default=8.0, help="the most memory that it may take")
-    described.add_argument("--most", type=int, default=LONGEST, help="tokens; no longer mask is tried")
-    given = described.parse_args(arguments)
-
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
     from experiments.benchmarks.patterns.catalogue import select
 
-    (pattern,) = select([given.name])
+    (pattern,) = select([name])
     live = pattern.live
     if live is None:
-        raise SystemExit(f"{given.name} has no formula for FlexAttention.")
-    heads = pattern.build(SHORTEST, given.block).shape[1]
-    create = torch.compile(create_block_mask) if given.mode == "compiled" else create_block_mask
+        raise SystemExit(f"{name} has no formula for FlexAttention.")
+    heads = pattern.build(SHORTEST, block).shape[1]
+    create = torch.compile(create_block_mask) if mode == "compiled" else create_block_mask
 
     def build(tokens: int) -> object:
-        def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-            return live(h, q, k, tokens, given.block)
-
-        return create(
-            mask_mod, None, heads if heads > 1 else None, tokens, tokens, device="cpu", BLOCK_SIZE=given.block
-        )
-
-    def report(line: dict[str, Any]) -> None:
-        print(json.dumps(line), flush=True)
+        mask_mod = lambda b, h, q, k: live(h, q, k, tokens, block)  # noqa: E731
+        return create(mask_mod, None, heads if heads > 1 else None, tokens, tokens, device="cpu", BLOCK_SIZE=block)
 
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    allowed = in_use + int(given.gigabytes * 1e9)
+    allowed = in_use + int(gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
-    search(build, report, seconds=given.seconds, most=given.most)
+    search(build, lambda line: print(json.dumps(line), flush=True), seconds=seconds, most=most)
 
 
 if __name__ == "__main__":
-    main()
+    main(**json.loads(sys.argv[1]))

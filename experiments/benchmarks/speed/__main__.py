@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -49,11 +48,11 @@ def main(
     ] = False,
     peers: Annotated[
         str | None,
-        typer.Option(help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.", show_default="all that fit"),
+        typer.Option(
+            help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.",
+            show_default="all that fit, but flex-autotune, which takes over a minute a shape",
+        ),
     ] = None,
-    flex_autotune: Annotated[
-        bool, typer.Option("--flex-autotune", help="Tune FlexAttention in every case: over a minute a shape.")
-    ] = False,
     out: Out = Path("runs/speed"),
     device: Annotated[
         str, typer.Option(help="cuda, or cpu: every case shrunk, a test of the benchmark itself.")
@@ -95,9 +94,6 @@ def main(
         rounds=1 if device == "cpu" else 2 if quick else 3, round_ms=40.0 if quick else 60.0,
     )  # fmt: skip
     chosen = [_sized(case, length, block, bench.device) for case in chosen]
-    if flex_autotune:
-        names = tuple(dict.fromkeys((*names, "flex-autotune")))
-        chosen = [replace(case, tuned=True) for case in chosen]
     todo = {case.path: partial(run_case, bench, case, names, seed, check_heads) for case in chosen}
     limit = minutes if minutes is not None else QUICK_MINUTES if quick else float("inf")
     right = run_all(bench, todo, limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 
@@ -16,14 +17,9 @@ FLOPS_OF_PASS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
 GROUPS = {
     "masks": "All masks at 16384 tokens: is time in proportion to density? (4 minutes)",
     "memory": "Peak memory of forward and backward up to 1M tokens: is it linear? (1 minute)",
-    "lengths": "512 to 1M tokens under local, butterfly and dense masks (3 minutes)",
-    "shapes": "The shapes of Long Range Arena, Path-X and Path-256 (4 minutes)",
     "blocks": "Mask blocks of 128, 64, 32 and 16: what does a live score cost? (3 minutes)",
-    "dims": "Head dims 32, 64, 96, 128 and 256 (4 minutes)",
     "dtypes": "bf16, fp16, fp32 and fp32 in TF32 (3 minutes)",
-    "heads": "Grouped and multi-query heads (3 minutes)",
     "windows": "Element windows, where FlexAttention asks a mask_mod (2 minutes)",
-    "tuned": "FlexAttention under max-autotune beside its default (4 minutes)",
     "workloads": "Head dims, shapes, masks and batches of models; only if it is named (an hour of an H200)",
 }
 ON_REQUEST = "workloads"
@@ -33,7 +29,7 @@ ON_REQUEST = "workloads"
 class Case:
     """q of shape [batch, heads, length, head_dim] under the mask `kind` of patterns.py; k and v have `kv_heads` heads.
 
-    `main`: of `--quick`. `sizes`: of the mask, as KINDS in patterns.py says.
+    `sizes`: of the mask, as KINDS in patterns.py says.
     """
 
     name: str
@@ -45,11 +41,9 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     passes: tuple[str, ...] = WAYS
     block: int = 128  # tokens
-    main: bool = False
     group: str = "masks"
     kv_heads: int | None = None  # None: as many as `heads`
     tf32: bool = False  # matrix products of fp32 in TF32
-    tuned: bool = False  # time FlexAttention's max-autotune, too
     sizes: tuple[int, ...] = ()
     keys: int | None = None  # None: as many as queries
     v_dim: int | None = None  # None: as the head dim
@@ -104,17 +98,7 @@ def useful_flops(case: Case, kept: float, direction: str) -> float:
     return 2.0 * dims * kept * case.heads * case.batch * FLOPS_OF_PASS[direction]
 
 
-MAIN = ("dense", "butterfly", "local", "bigbird", "random12", "causal")
-LENGTHS = {512: "512", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k", 262144: "256k", 1048576: "1m"}
-# Batch, heads, length, head dim and masks.
-SHAPES = {
-    "pathx-d64": (16, 4, 16384, 64, ("butterfly", "neighborhood", "dense")),
-    "path256": (2, 4, 65536, 64, ("butterfly", "neighborhood")),
-    "pathx-d32": (16, 4, 16384, 32, ("butterfly",)),
-    "lra1k": (64, 8, 1024, 64, ("butterfly", "dense")),  # Image, Pathfinder
-    "lra2k": (32, 8, 2048, 64, ("butterfly", "dense")),  # ListOps
-    "lra4k": (32, 8, 4096, 64, ("butterfly", "dense")),  # Text, Retrieval
-}
+MASKS = ("dense", "butterfly", "local", "bigbird", "random12", "causal")
 ARITHMETICS = {
     "fp32": (torch.float32, False), "tf32": (torch.float32, True), "fp16": (torch.float16, False),
     "bf16": (torch.bfloat16, False),
@@ -123,14 +107,10 @@ D128, D64 = (128, 16), (64, 32)  # head dim and heads
 
 
 def _workload(
-    name: str, kind: str, length: int, heads: int = 16, head_dim: int = 128, batch: int = 1, *, backward: bool = True,
-    kv_heads: int | None = None, sizes: tuple[int, ...] = (), keys: int | None = None, v_dim: int | None = None,
+    name: str, kind: str, length: int, heads: int = 16, head_dim: int = 128, batch: int = 1, **more: Any
 ) -> Case:  # fmt: skip
-    passes = (FORWARD, BACKWARD) if backward else (FORWARD,)
-    return Case(
-        name, kind, batch, heads, length, head_dim, passes=passes, group="workloads", kv_heads=kv_heads, sizes=sizes,
-        keys=keys, v_dim=v_dim,
-    )  # fmt: skip
+    given = {"passes": (FORWARD, BACKWARD), "group": ON_REQUEST} | more
+    return Case(name, kind, batch, heads, length, head_dim, **given)
 
 
 WORKLOADS = (
@@ -148,7 +128,7 @@ WORKLOADS = (
     *(_workload(f"dense-4k-d{dim}", "dense", 4096, 16, dim, 2) for dim in (32, 64, 72, 80, 96, 128, 192, 256)),
     *(_workload(f"window-1024-16k-d{dim}", "window", 16384, 16, dim, sizes=(1024,)) for dim in (64, 128, 256)),
     _workload("deepseek-causal-8k", "causal", 8192, 16, 192, v_dim=128),
-    _workload("latent-causal-4k", "causal", 4096, 16, 576, kv_heads=1, v_dim=512, backward=False),
+    _workload("latent-causal-4k", "causal", 4096, 16, 576, kv_heads=1, v_dim=512, passes=(FORWARD,)),
     *(_workload(f"{kind}-16k-d64", kind, 16384, 32, 64) for kind in ("dense", "causal")),
     _workload("image-128-window-13", "image", 16384, 16, 64, sizes=(128, 13)),
     _workload("video-32-window-9", "video", 32768, 16, 64, sizes=(32, 9)),
@@ -158,27 +138,11 @@ WORKLOADS = (
 )
 
 CASES: tuple[Case, ...] = (
+    *(Case(f"d{dim}-{kind}", kind, 1, heads, 16384, dim) for dim, heads in (D128, D64) for kind in MASKS),
     *(
-        Case(f"d{dim}-{kind}", kind, 1, heads, 16384, dim, main=kind in MAIN)
-        for dim, heads in (D128, D64)
-        for kind in (*MAIN, "random03", "random50", "neighborhood")
-    ),
-    *(
-        Case(f"memory-{LENGTHS[n]}-{kind}", kind, 1, 8, n, 64, passes=(MEMORY,), group="memory")
+        Case(f"memory-{name}-{kind}", kind, 1, 8, n, 64, passes=(MEMORY,), group="memory")
         for kind in ("local", "butterfly")
-        for n in (16384, 65536, 262144, 1048576)
-    ),
-    *(
-        # Short sequences fill the GPU, too.
-        Case(f"n{name}-{kind}", kind, max(1, 32768 // n), 8, n, 64, group="lengths")
-        for n, name in LENGTHS.items()
-        for kind in ("local", "butterfly", "dense")
-        if kind != "dense" or n <= 65536  # a million tokens would take 20 s per call
-    ),
-    *(
-        Case(f"{name}-{kind}", kind, *shape, group="shapes")
-        for name, (*shape, kinds) in SHAPES.items()
-        for kind in kinds
+        for name, n in (("16k", 1 << 14), ("64k", 1 << 16), ("256k", 1 << 18), ("1m", 1 << 20))
     ),
     *(
         Case(f"block{block}-d{dim}-{kind}", kind, 1, heads, 16384, dim, block=block, group="blocks")
@@ -187,31 +151,14 @@ CASES: tuple[Case, ...] = (
         for block in (128, 64, 32, 16)
     ),
     *(
-        Case(f"dim{dim}-{kind}", kind, 1, 16, 16384, dim, group="dims")
-        for dim in (32, 64, 96, 128, 256)
-        for kind in ("butterfly", "dense")
-    ),
-    *(
         Case(f"{name}-{kind}", kind, 1, 16, 8192, 64, dtype=dtype, tf32=tf32, group="dtypes")
         for kind in ("butterfly", "dense")
         for name, (dtype, tf32) in ARITHMETICS.items()
     ),
     *(
-        Case(f"kv{kv}of{heads}-d{dim}-{kind}", kind, 1, heads, 16384, dim, kv_heads=kv, group="heads")
-        for (dim, heads), counts in ((D64, (32, 8, 1)), (D128, (4,)))
-        for kv in counts
-        for kind in ("butterfly", "causal")
-    ),
-    *(
         Case(f"d{dim}-{kind}", kind, 1, heads, 16384, dim, group="windows")
         for dim, heads in (D128, D64)
         for kind in ("window256", "window64")
-    ),
-    *(
-        # Masks of one shape whose blocks are all full share the tuned kernel.
-        Case(f"tuned-d{dim}-{kind}", kind, 1, heads, 16384, dim, group="tuned", tuned=True)
-        for dim, heads in (D64, D128)
-        for kind in ("butterfly", "bigbird", "random12")
     ),
     *WORKLOADS,
 )
@@ -220,14 +167,14 @@ CASES: tuple[Case, ...] = (
 def select(patterns: str, *, groups: tuple[str, ...] = (), quick: bool = False) -> list[Case]:
     """The cases of `groups` whose name matches one of the comma-separated globs.
 
-    groups: all but workloads if empty. quick: the main cases only, without the pass BOTH.
+    groups: all but workloads if empty. quick: the group masks only, without the pass BOTH.
     """
     unknown = [name for name in groups if name not in GROUPS]
     if unknown:
         raise ValueError(f"--group must be from {', '.join(GROUPS)}; got {', '.join(unknown)}.")
     wanted = groups or tuple(name for name in GROUPS if name != ON_REQUEST)
     globs = [glob.strip() for glob in patterns.split(",")]
-    offered = [case for case in CASES if (case.main or not quick) and case.group in wanted]
+    offered = [case for case in CASES if case.group in wanted and (case.group == "masks" or not quick)]
     chosen = [case for case in offered if any(fnmatch(case.name, glob) for glob in globs)]
     if not chosen:
         names = (

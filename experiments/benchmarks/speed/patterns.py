@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from experiments.benchmarks.speed.cases import Case
-from experiments.benchmarks.speed.grid import grid, near
 from sparseflash import BlockMask, masks
 from sparseflash.interop import mask_mods
 from sparseflash.interop.mask_mods import Rule
@@ -60,8 +58,6 @@ LAYOUTS: dict[str, Callable[[int], np.ndarray]] = {
     "local": local,
     "bigbird": bigbird,
     "random12": random,
-    "random03": partial(random, density=0.03),
-    "random50": partial(random, density=0.5),
 }
 
 
@@ -111,12 +107,10 @@ def _longformer(case: Case, device: torch.device) -> Pattern:
     return Pattern(mask, mask_mods.global_tokens(tokens, side, side))
 
 
-def _neighborhood(case: Case, device: torch.device) -> Pattern:
-    image = grid(case.length, case.block)
-    shape, tile = (image.height, image.width), (image.tile_height, image.tile_width)
-    window = image.window_height, image.window_width
-    mask = masks.neighborhood(shape, window=window, order=masks.order.tiles(shape, tile), block=case.block)
-    return Pattern(mask, lambda b, h, q, k: image.live(q, k))
+def _near(q: Any, k: Any, side: int, window: int) -> Any:
+    """s <= k < s + window with s = min(max(q - window // 2, 0), side - window), without minima."""
+    first = q - window // 2
+    return ((k >= first) | (k >= side - window)) & ((k < first + window) | (k < window))
 
 
 def _image(case: Case, device: torch.device) -> Pattern:
@@ -124,10 +118,10 @@ def _image(case: Case, device: torch.device) -> Pattern:
     axes = {"image": 2, "video": 3}[case.kind]
 
     def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
-        live = near(q % side, k % side, side, window)
+        live = _near(q % side, k % side, side, window)
         for _ in range(axes - 1):
             q, k = q // side, k // side
-            live = live & near(q % side, k % side, side, window)
+            live = live & _near(q % side, k % side, side, window)
         return live
 
     return Pattern(masks.neighborhood((side,) * axes, window=window, block=case.block), rule)
@@ -165,7 +159,6 @@ KINDS: dict[str, Callable[[Case, torch.device], Pattern]] = {  # comment: the si
     **dict.fromkeys(LAYOUTS, _of_layout),
     "window64": _window,  # both ways
     "window256": _window,
-    "neighborhood": _neighborhood,
     "window": _window,  # keys, causal
     "prefix": _prefix,
     "longformer": _longformer,  # keys, global tokens

@@ -17,7 +17,8 @@ from experiments.lra.data.order import Order
 from experiments.training.steps import NO_LABEL, BatchSize
 
 PADDING = 0
-_TENSORS = ("ids", "lengths", "places", "labels", "asked", "pixel_labels")
+NO_CLASS = 255  # of a token among token labels
+_TENSORS = ("ids", "lengths", "places", "labels", "asked", "token_labels")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Batch:
     labels: torch.Tensor  # int64 [B], or [M] for hidden tokens
     live_tokens: int  # sum of lengths, known on the host
     asked: torch.Tensor | None = None  # int64 [M], positions of hidden tokens in the flattened ids
-    pixel_labels: torch.Tensor | None = None  # int64 [B * T, N], the classes of drawn pixels; NO_LABEL elsewhere
+    token_labels: torch.Tensor | None = None  # int64 [B * T, N], classes of tokens; NO_LABEL for none
 
     @property
     def size(self) -> BatchSize:
@@ -93,12 +94,12 @@ def collate(
     rows: NDArray[np.int64],
     shape: Shape,
     change: Callable[[list[Image]], list[Image]] | None = None,
-    pixel_labels: Examples | None = None,
+    token_labels: Examples | None = None,
 ) -> Batch:
     """The examples with these indices as one batch.
 
     change: applied to the sequences first.
-    pixel_labels: the classes of every example's pixels, in order.
+    token_labels: the classes of every example's tokens, in order.
     """
 
     def sequences_of(source: Examples) -> list[NDArray[np.uint8]]:
@@ -106,7 +107,7 @@ def collate(
         return found if change is None else change(found)
 
     sequences = sequences_of(examples)
-    classes = None if pixel_labels is None else sequences_of(pixel_labels)
+    classes = None if token_labels is None else sequences_of(token_labels)
     kept = [live_pixels(each, shape) for each in sequences] if shape.drop_background else None
     if kept is not None:
         sequences = [each[pixels] for each, pixels in zip(sequences, kept, strict=True)]
@@ -125,7 +126,7 @@ def collate(
             places[row, own] += first
         if labelled is not None and classes is not None:
             shown = classes[row][: len(sequence)] if kept is None else classes[row][kept[row]]
-            labelled[row, own] = np.where(sequence > 0, shown.astype(np.int64), NO_LABEL)  # black pixels have no class
+            labelled[row, own] = np.where((sequence > 0) & (shown < NO_CLASS), shown.astype(np.int64), NO_LABEL)
     if shape.cls is not None:
         ids[:, 0] = shape.cls
     return Batch(
@@ -134,7 +135,7 @@ def collate(
         None if places is None else torch.from_numpy(places),
         torch.from_numpy(examples.labels[rows].astype(np.int64)),
         int(lengths.sum()),
-        pixel_labels=None if labelled is None else torch.from_numpy(labelled),
+        token_labels=None if labelled is None else torch.from_numpy(labelled),
     )
 
 
@@ -179,16 +180,16 @@ def training_batches(
     order: Order,
     first_step: int,
     turning: Turning | None = None,
-    pixel_labels: Examples | None = None,
+    token_labels: Examples | None = None,
 ) -> Iterator[Batch]:
     """Endless batches for the steps from `first_step` on.
 
     turning: turns images, or None.
-    pixel_labels: the classes of their pixels.
+    token_labels: the classes of their tokens.
     """
     for step in count(first_step):
         change = None if turning is None else partial(turning, step)
-        yield collate(examples, order.rows(step), shape, change, pixel_labels)
+        yield collate(examples, order.rows(step), shape, change, token_labels)
 
 
 def evaluation_order(examples: Examples, shape: Shape, limit: int) -> NDArray[np.int64]:

@@ -9,8 +9,8 @@ from experiments.lra.config import Config
 from experiments.lra.denoise import Denoiser
 from experiments.lra.model import masks
 from experiments.lra.model.classifier import Classifier
-from experiments.lra.pixel_labels import PixelLabelClassifier
 from experiments.lra.tasks.task import Task
+from experiments.lra.token_labels import TokenLabelClassifier
 from experiments.training.optimizer import adamw
 from sparseflash import BlockMask
 
@@ -42,6 +42,7 @@ def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Deno
         "brackets": task.brackets,
         "qk_norm": config.qk_norm,
         "attention": config.attention,
+        "convolution": config.convolution,
     }
     model: Classifier | Denoiser
     if config.objective == "denoise":
@@ -49,7 +50,7 @@ def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Deno
     else:
         sizes |= {"classes": task.classes, "towers": task.towers, "pool": config.pool}
         if config.auxiliary:
-            model = PixelLabelClassifier(layers, pixel_classes=task.pixel_classes, **sizes)
+            model = TokenLabelClassifier(layers, token_classes=task.token_classes, **sizes)
         else:
             model = Classifier(layers, **sizes)
     if config.compiled:

@@ -15,7 +15,14 @@ from experiments.lra.model.positions import POSITIONS, Brackets, Nesting, sinuso
 from experiments.training.distributed import Ranks
 from experiments.training.layers.attention import IMPLEMENTATIONS, ElementMask
 from experiments.training.layers.rotary import RotaryPositions
-from experiments.training.layers.transformer import Halves, Layer, SelfAttention, compiled_halves, head_dim_of
+from experiments.training.layers.transformer import (
+    DepthwiseConvolution,
+    Halves,
+    Layer,
+    SelfAttention,
+    compiled_halves,
+    head_dim_of,
+)
 from experiments.training.shared_sequences import SharedSequences
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
@@ -30,6 +37,7 @@ class Encoder(nn.Module):
     side: pixels along a side, for images.
     brackets: ids of brackets, for positions "nested".
     attention: the implementation; see experiments/training/layers/attention.py.
+    convolution: tokens, or pixels along a side, of the window of a convolution after the embedding and in each layer.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class Encoder(nn.Module):
         brackets: Brackets | None = None,
         qk_norm: bool = False,
         attention: str = "sparseflash",
+        convolution: int = 0,
     ) -> None:
         super().__init__()
         if attention not in IMPLEMENTATIONS:
@@ -80,9 +89,16 @@ class Encoder(nn.Module):
             self.nesting = Nesting(brackets, vocabulary, width)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            Layer(width, mlp, dropout, SelfAttention(width, heads, head_dim, attention_dropout, qk_norm, attention))
+            Layer(
+                width,
+                mlp,
+                dropout,
+                SelfAttention(width, heads, head_dim, attention_dropout, qk_norm, attention),
+                DepthwiseConvolution(width, convolution, side) if convolution else None,
+            )
             for _ in self.masks
         )
+        self.stem = DepthwiseConvolution(width, convolution, side) if convolution else None
         self.norm = nn.LayerNorm(width)
         self.training_halves = Halves()
         self.shared: SharedSequences | None = None
@@ -119,6 +135,10 @@ class Encoder(nn.Module):
         rotation = None
         if self.rotary is not None:
             rotation = self.rotary(torch.arange(length, device=ids.device)[None] if places is None else places)
+        live = None
+        if self.stem is not None:
+            live = (torch.arange(length, device=ids.device) < lengths[:, None])[..., None] if padded else None
+            x = self.stem(x, live)
         x = self.dropout(x)
         masks: Sequence[BlockMask | ShardPlan | ElementMask]
         if layout is not None:
@@ -130,7 +150,7 @@ class Encoder(nn.Module):
         halves = self.training_halves if self.training else Halves()
         for layer, mask in zip(self.layers, masks, strict=True):
             q, k, v = halves.before(layer, x, rotation)
-            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
+            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask), live)
         features: Tensor = self.norm(x)
         return features if self.shared is None or layout is None else self.shared.gather(features, layout)
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lra.config import DEFAULTS, GENERATOR, VALIDATION
+from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Options
+from experiments.lra.token_labels import labels_of
 from experiments.training.reading import read_json, reading
 from experiments.training.run_log import read
 
@@ -25,7 +27,7 @@ _NOTHING = ("objective", "hidden", "initial")
 # The behaviour of older runs, from before the setting existed.
 _BEFORE = {
     "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
-    "auxiliary": 0.0, "keep": "last",
+    "auxiliary": 0.0, "keep": "last", "convolution": 0, "label_smoothing": 0.0,
 }  # fmt: skip
 
 
@@ -50,7 +52,7 @@ class Accuracy:
     seeds: str
     initial: str  # training of the initial weights in all earlier runs, with steps, or "nothing"
     positions: str
-    inputs: str  # changes to the inputs, which the arena's models do not have
+    helps: str  # what the arena's models and inputs do not have, apart from positions
     steps: int  # of the longest run
     tested_steps: str  # steps of the tested weights, for each seed; empty for the last weights
     parameters: int
@@ -145,7 +147,7 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         seeds=" ".join(str(run.seed) for run in ordered),
         initial=described(first.get("initial"), first.get("data", {}).get("origin", "")),
         positions=first["config"].get("positions", DEFAULTS["positions"]),
-        inputs=changed_inputs({**_BEFORE, **first["config"]}),
+        helps=helps({**_BEFORE, **first["config"]}),
         steps=max(operator.index(metrics["steps"]) for metrics in runs),
         tested_steps=" ".join(tested_steps(runs)),
         parameters=operator.index(first["parameters"]),
@@ -189,19 +191,25 @@ def mean_of(values: Iterable[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def changed_inputs(config: dict[str, Any]) -> str:
-    """Changes to the inputs, which the arena's models do not have, in words.
+def helps(config: dict[str, Any]) -> str:
+    """What the arena's models and inputs do not have, apart from positions, in words.
 
-    >>> changed_inputs({"positions": "rotary2d", "background": "drop", "augment": "square", "auxiliary": 0.5})
+    >>> helps({"task": "pathfinder32", "background": "drop", "augment": "square", "auxiliary": 0.5})
     'background dropped, turned (square), pixel labels in training'
     """
+    task, window = config["task"], config.get("convolution", 0)
+    area = f"{window} tokens" if TASKS[task].side is None else f"{window} x {window} pixels"
     parts = {
         "brackets counted": config.get("positions") == "nested",
         "background dropped": config.get("background") == "drop",
-        f"turned ({config['augment']})": config["augment"] != "none",
-        "pixel labels in training": config["auxiliary"] > 0,  # for initial weights see `described`
+        f"turned ({config['augment']})": config["augment"] not in ("none", "crops"),
+        "mirrored and moved": config["augment"] == "crops",
+        f"{labels_of(task)} in training": config["auxiliary"] > 0,  # for initial weights see `described`
+        f"convolutions of {area}": window > 0,
+        "smoothed labels": config.get("label_smoothing", 0) > 0,
+        "averaged weights": config.get("average", 0) > 0,
     }
-    return ", ".join(name for name, holds in parts.items() if holds) or "as they are"
+    return ", ".join(name for name, holds in parts.items() if holds) or "none"
 
 
 def described(initial: dict[str, Any] | None, origin: str = "") -> str:
@@ -232,4 +240,4 @@ def name_of(origin: str) -> str:
 def stage(run: dict[str, Any]) -> str:
     """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
-    return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("pixel_labels") else "")
+    return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("token_labels") else "")

@@ -71,7 +71,7 @@ def _accuracies(results: Results, axes: Axes) -> None:
             place = group + (number - (len(variants) - 1) / 2) * 0.8 / len(variants)
             # No rule selects one of several settings, so all are shown.
             for each in matching(results.accuracies, task, variant):
-                has_more = each.inputs != "as they are" or each.initial != "nothing"
+                has_more = each.helps != "none" or each.initial != "nothing"
                 axes.errorbar(
                     place, 100 * each.mean, 100 * (each.std or 0.0), fmt="o", capsize=2, color=color,
                     markerfacecolor="white" if has_more else color,

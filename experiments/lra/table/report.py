@@ -136,7 +136,7 @@ def _number(value: float | None, form: str) -> str:
 def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
     """All settings with finished runs."""
     table = [[
-        "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "inputs",
+        "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "helps",
         "learned before", "steps", "tested", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
     ]]  # fmt: skip
     for each in accuracies:
@@ -150,7 +150,7 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
                 _percent(each.training),
                 f"{100 * each.majority:.1f} %",
                 f"{100 * each.best_rule_accuracy:.1f} % ({each.best_rule})",
-                each.inputs,
+                each.helps,
                 each.initial,
                 f"{each.steps:,}",
                 each.tested_steps or "last",

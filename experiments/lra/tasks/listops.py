@@ -12,12 +12,14 @@ from experiments.lra.data.examples import Examples, Row, cached
 from experiments.lra.data.listops import tokens
 from experiments.lra.data.listops.generator import LABEL, SPLITS
 from experiments.lra.data.listops.grammar import CLOSE, MIN
+from experiments.lra.data.listops.values import operator_values
 from experiments.lra.model.positions import Brackets
 from experiments.lra.tasks.task import Data, Kinds, Task, has_all, need
 from experiments.training.reading import read_json
 
 BRACKETS = Brackets(opening=tuple(range(1 + MIN, 1 + CLOSE)), closing=(1 + CLOSE,))
-TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000, brackets=BRACKETS)
+TASK = Task("listops", tokens.VOCABULARY, 10, longest=2000, brackets=BRACKETS, token_classes=10)
+_AT_ONCE = 1000  # expressions whose values are computed together
 
 ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # a single digit has no operator
 
@@ -36,7 +38,33 @@ def load(folder: Path) -> Data:
     train, val, test = (open_file(place / f"{prefix}_{split}.tsv") for split in SPLITS)
     generated = prefix == "generated"
     origin = origin_of(place) if generated else "ListOps, released"
-    return Data(TASK, place, origin, generated, train, val, test, kinds=lambda: by_root(train, test))
+
+    def token_labels() -> Examples:
+        path = place / f"{prefix}_{SPLITS[0]}.tsv"
+        return cached(place, f"{path.stem}-values", [path], lambda: value_rows(train), shift=0, total=len(train))
+
+    return Data(
+        TASK,
+        place,
+        origin,
+        generated,
+        train,
+        val,
+        test,
+        kinds=lambda: by_root(train, test),
+        token_labels=token_labels,
+    )
+
+
+def value_rows(examples: Examples) -> Iterator[Row]:
+    """The values of all operators of each example, as long as its tokens."""
+    for first in range(0, len(examples), _AT_ONCE):
+        some = examples.take(np.arange(first, min(first + _AT_ONCE, len(examples))))
+        symbols = [some.sequence(row) for row in range(len(some))]
+        ends = np.cumsum([len(each) for each in symbols])
+        values = np.split(operator_values(np.concatenate(symbols) - 1), ends[:-1])  # id 1 is the digit 0
+        for label, each in zip(some.labels.tolist(), values, strict=True):
+            yield label, (each.tobytes(),)
 
 
 def by_root(train: Examples, test: Examples) -> Kinds:

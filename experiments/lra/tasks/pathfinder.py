@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SIDES = (32, 64, 128, 256)
 TASKS = {
-    f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side, pixel_classes=MARKER_COUNTS)
+    f"pathfinder{side}": Task(f"pathfinder{side}", 258, 2, longest=side * side, side=side, token_classes=MARKER_COUNTS)
     for side in SIDES
 }
 
@@ -136,7 +136,7 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         tested = dealt_out(len(vectors), options, path)[2]
         return Kinds("marker distance", names, quarters[tested], {each.rule: each.by_distance for each in fitted()})
 
-    def pixel_labels() -> Examples:
+    def token_labels() -> Examples:
         name = f"{path.stem}-markers"
         rows = partial(image_rows, vectors, marker_counts)
         counts = cached(path.parent, name, [path], rows, shift=0, total=len(vectors))
@@ -151,7 +151,7 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
         *split(everything, options, path),
         shortcuts=rules,
         kinds=by_distance,
-        pixel_labels=pixel_labels,
+        token_labels=token_labels,
     )
 
 

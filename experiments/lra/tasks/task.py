@@ -22,7 +22,7 @@ class Task:
     longest: int = 0  # of a sequence that published models see
     side: int | None = None  # pixels
     brackets: Brackets | None = None
-    pixel_classes: int = 0  # of drawn pixels
+    token_classes: int = 0  # of tokens that have a class beside the answer
 
     @property
     def cls(self) -> int:
@@ -48,8 +48,8 @@ class Data:
     test: Examples
     shortcuts: Callable[[], list[tuple[str, float]]] = list  # accuracies; slow
     kinds: Callable[[], Kinds] | None = None  # slow, too
-    # In the order of `train`; None if unknown.
-    pixel_labels: Callable[[], Examples] | None = None
+    # A class of each token, NO_CLASS for none, in the order of `train`; None if unknown.
+    token_labels: Callable[[], Examples] | None = None
 
 
 @dataclass(frozen=True)

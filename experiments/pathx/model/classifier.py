@@ -99,7 +99,7 @@ class PathModel(nn.Module):
             q, k, v = halves.before(layer, x, rotations[order])
             if listener is not None:
                 listener(number, q, k)
-            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask))
+            x = halves.after(layer, x, layer.attention.mix(q, k, v, mask), None)
         return reordered(x, batch, now, BASE)
 
 

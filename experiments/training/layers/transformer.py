@@ -6,6 +6,7 @@ Shapes: B sequences, N positions (padded), H heads, W width, D features a head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -60,11 +61,49 @@ class SelfAttention(nn.Module):
         return attention(self.implementation, q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)
 
 
-class Layer(nn.Module):
-    """Attention, then an MLP, each with a normalised input and a residual connection."""
+class DepthwiseConvolution(nn.Module):
+    """Adds a weighted sum of its neighbours to each token, feature by feature; at first it changes nothing.
 
-    def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
+    size: tokens of the window, or pixels along each side of it. side: the tokens are the pixels of square images with
+    this side, row by row; None: sequences.
+    """
+
+    def __init__(self, width: int, size: int, side: int | None = None) -> None:
         super().__init__()
+        self.reach, self.side = size // 2, side
+        self.weight = nn.Parameter(torch.zeros(size if side is None else size * size, width))
+
+    def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+        """x: [B, N, W]. live: bool [B, N, 1], False at padding, which no token reads; None without padding."""
+        known = x if live is None else x.masked_fill(~live, 0)
+        reach, axes = self.reach, (1,)
+        if self.side is not None:
+            known, axes = known.unflatten(1, (self.side, self.side)), (1, 2)
+        padded = F.pad(known, (0, 0, *(reach, reach) * len(axes)))
+        steps = range(2 * reach + 1)
+        weights = self.weight.to(x.dtype)
+        total = torch.zeros_like(known)
+        for weight, starts in zip(weights, product(steps, repeat=len(axes)), strict=True):
+            window = padded
+            for axis, start in zip(axes, starts, strict=True):
+                window = window.narrow(axis, start, known.shape[axis])
+            total = total + weight * window
+        return x + total.reshape(x.shape)
+
+
+class Layer(nn.Module):
+    """Attention, a convolution if there is one, then an MLP, each with a residual connection."""
+
+    def __init__(
+        self,
+        width: int,
+        mlp: int,
+        dropout: float,
+        attention: SelfAttention,
+        convolution: DepthwiseConvolution | None = None,
+    ) -> None:
+        super().__init__()
+        self.convolution = convolution
         self.attention_norm = nn.LayerNorm(width)
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(width)
@@ -82,16 +121,18 @@ def before_attention(layer: Layer, x: Tensor, rotation: Rotation | None) -> tupl
     return layer.attention.project(layer.attention_norm(x), rotation)
 
 
-def after_attention(layer: Layer, x: Tensor, mixed: Tensor) -> Tensor:
-    """[B, N, W], from the input and the attention [B, H, N, D]."""
+def after_attention(layer: Layer, x: Tensor, mixed: Tensor, live: Tensor | None = None) -> Tensor:
+    """[B, N, W], from the input and the attention [B, H, N, D]. live: see DepthwiseConvolution."""
     x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
+    if layer.convolution is not None:
+        x = layer.convolution(x, live)
     result: Tensor = x + layer.dropout(layer.mlp(layer.mlp_norm(x)))
     return result
 
 
 class Halves(NamedTuple):
     before: Callable[[Layer, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]] = before_attention
-    after: Callable[[Layer, Tensor, Tensor], Tensor] = after_attention
+    after: Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor] = after_attention
 
 
 def compiled_halves() -> Halves:

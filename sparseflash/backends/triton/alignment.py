@@ -28,12 +28,16 @@ def is_aligned(x: Tensor) -> bool:
 
 def can_describe(x: Tensor) -> bool:
     """Whether TMA can read the tensor: aligned rows, nothing broadcast."""
-    return is_aligned(x) and all(describable_strides(x))
+    return is_aligned(x) and 0 not in describable_strides(x)
 
 
 def describable_strides(x: Tensor) -> list[int]:
     """Strides for a descriptor. The stride of a dimension of size 1 is never used, but must be valid."""
-    return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
+    strides = [*x.stride()[:3], 1]
+    for axis in range(3):
+        if x.shape[axis] == 1:
+            strides[axis] = 16
+    return strides
 
 
 def is_readable(x: Tensor) -> bool:

@@ -14,12 +14,11 @@ from sparseflash.backends.registration import Operator, empty_gradient, empty_ls
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton.availability import check_runs
-from sparseflash.backends.triton.call_keys import key_of, key_of_changes
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import KernelChoice
-from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.launches import like
 from sparseflash.backends.triton.portable.pass_layout import empty_kept
-from sparseflash.backends.triton.prepared_call import PreparedCall, prepared, setting_of
+from sparseflash.backends.triton.prepared_call import PreparedCall, key_of, prepared, setting_of
 from sparseflash.limits import check_near, check_tokens
 from sparseflash.scores.change import Scores
 
@@ -87,7 +86,7 @@ def choices(
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
     wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
-    key = *key_of(setting, problem, q, k, v), *key_of_changes(changes), *wanted
+    key = *key_of(setting, problem, q, k, v, changes), *wanted
     call = PreparedCall(setting, key, problem, changes)
     asked, first = call.decision(q, v, changes, backward=False)
     _, second = call.decision(q, v, changes, wanted, backward=True)

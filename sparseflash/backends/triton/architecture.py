@@ -41,7 +41,7 @@ class Architecture:
     has_wgmma: bool  # the matrix instruction of the Hopper kernels
     # Matrix instructions read tiles of 64 rows and more from shared memory; smaller ones are multiplied from registers.
     reads_shared: bool
-    # Tiles of queries, keys and values need the same layout in shared memory: see `portable.occupancy.padded_dims`.
+    # Tiles of queries, keys and values need the same layout in shared memory: see `portable.fitting.padded_dims`.
     needs_one_layout: bool
     # The correction for truncated sums was fitted on these tensor cores: see `device_functions/fp32_split.py`.
     corrects_sums: bool

@@ -20,7 +20,6 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import Run as OperatorRun
 from sparseflash.backends.scored import in_dtypes_of
 from sparseflash.backends.triton import native
-from sparseflash.backends.triton.call_keys import key_of_changes
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 from sparseflash.scores.change import Change, Scores
@@ -172,4 +171,4 @@ def _key_with(key: Any, changes: Scores, tensors: Sequence[Tensor]) -> Any:
     """
     kernels = key[-1]  # the last entry of the key that `place_of` makes
     insisted = [x.requires_grad for x in tensors] if kernels and torch.is_grad_enabled() else ()
-    return key, *key_of_changes(changes), *insisted
+    return key, *changes.key(), *insisted

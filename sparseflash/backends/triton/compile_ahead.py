@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
-from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 
 _THREADS = 4  # a call has at most four kernels that take long to compile

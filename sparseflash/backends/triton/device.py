@@ -1,4 +1,4 @@
-"""Properties of the GPU, and of PyTorch's matrix products on it."""
+"""Whether kernels run on a device now, and properties of the GPU and of PyTorch's matrix products on it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from sparseflash.backends.triton.architecture import architecture_of
+from sparseflash.blockmask import streams
 from sparseflash.blockmask.cache import bounded
 
 INTERPRETED_AS = (9, 0)  # the interpreter uses the tiles of an H100, so that tests cover them
@@ -46,4 +47,17 @@ def check_capability(capability: tuple[int, int], name: str) -> None:
         raise RuntimeError(
             f"the triton backend needs compute capability 8.0 (Ampere) or newer; {name} has "
             f"{capability[0]}.{capability[1]}. Use backend='blockwise'."
+        )
+
+
+def refuse_to_record(device: torch.device) -> None:
+    """Raises RuntimeError while a CUDA graph is recorded: a plan cached now would be filled only at a replay.
+
+    Recorded work reads the same memory at every replay; `blockmask/streams.py` keeps that memory alive.
+    """
+    if streams.is_capturing(device):
+        raise RuntimeError(
+            "attention makes the execution plan of a mask and loads its kernels at the first call, which a CUDA graph "
+            "cannot record: before the capture, call it once with the same mask and tensors of the same layout, "
+            "forward and, if that is recorded, backward."
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton import native
 from sparseflash.backends.triton.architecture import architecture_of
-from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.direct_start import Parameter, kernel_of, loaded, parameters_of_compiled
 from sparseflash.backends.triton.versions import MEASURED, triton_version
 from sparseflash.cuda_driver import raise_if_failed
@@ -148,9 +148,9 @@ class Launch:
         make the descriptors, by the names of the arguments that the kernel takes as descriptors.
         """
         given = {**variant.constants, **fixed, **dict.fromkeys(bound), **dict.fromkeys(examples)}
-        missing = [name for name in variant.names if name not in given]
-        unknown = [name for name in given if name not in variant.names]
-        if missing or unknown:
+        if given.keys() != set(variant.names):
+            missing = [name for name in variant.names if name not in given]
+            unknown = [name for name in given if name not in variant.names]
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
         # A 64-bit integer would be an argument of another type.
         counts = {name: abs(value) for name, value in fixed.items() if isinstance(value, int)}
@@ -268,10 +268,10 @@ def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], give
 def _after_refusal(
     variants: Sequence[Variant], failed: tuple[int, int], start: Callable[[int], tuple[int, int] | None]
 ) -> None:
-    """Makes a context current on this thread and starts the kernels that are left, if that was all that the driver
-    missed. Raises RuntimeError otherwise.
+    """Handles a kernel that the driver did not start. If this thread has no CUDA context yet, makes one current and
+    starts the remaining kernels; otherwise raises RuntimeError.
 
-    failed: how many kernels were started, and the driver's status. start: starts the others.
+    failed: how many kernels were started, and the driver's status. start: starts the kernels from a number on.
     """
     begun, status = failed
     if status == _INVALID_CONTEXT:

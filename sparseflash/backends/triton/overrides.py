@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sparseflash.backends.triton.configs import Config, Kernel
-from sparseflash.backends.triton.schedule.costs import PRODUCTS_FOR_TILINGS, SPLITS, SplitRule
-from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.splits import SPLITS, SplitRule
+from sparseflash.backends.triton.schedule.tilings import PRODUCTS_FOR_TILINGS, Tiling
 from sparseflash.blockmask.cache import clear_caches
 
 

@@ -15,12 +15,11 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton import native
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.call_keys import key_of, key_of_changes
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
-from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.dispatch import Decision, decide, has_short_tiles
 from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, Request, Setting
-from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.launches import like
 from sparseflash.backends.triton.notice import warn_if_slower
 from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
@@ -52,9 +51,7 @@ class PreparedCall:
         # By pass and wanted gradients: a handful.
         self._decisions: dict[tuple[bool, ...], tuple[Request, Decision]] = {}
         self._backwards = BoundedDict(_MOST_LAYOUTS)
-        self._read_as_they_are = BoundedDict(
-            _MOST_LAYOUTS
-        )  # of `_backwards`, by the layouts of tensors none is copied of
+        self._read_as_they_are = BoundedDict(_MOST_LAYOUTS)  # of `_backwards`, by layouts that need no copy
 
     def decision(
         self, q: Tensor, v: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (), *, backward: bool
@@ -122,18 +119,19 @@ class PreparedCall:
     ) -> BackwardPass:  # fmt: skip
         """The backward for tensors of this layout: hooks for saved tensors may have changed the one of the forward.
 
-        dlse: whether a gradient arrives for lse.
+        out, dout: examples, if this is prepared with the forward. dlse: whether a gradient arrives for lse.
         """
         key: tuple[Any, ...] = (
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse,
             dout.data_ptr() % 16, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
         )  # fmt: skip
         if changes is not None:
-            key = (*key, *key_of_changes(changes), *wanted)
+            key = (*key, *changes.key(), *wanted)
         made: BackwardPass | None = self._backwards.get(key)
         if made is None:
             family = self._serving(q, v, changes, wanted, backward=True)
-            for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            # The forward has checked its tensors; hooks may have given saved ones another layout.
+            for name, x in () if out.is_meta else (("q", q), ("k", k), ("v", v), ("out", out)):
                 check_near(x, name)
             _, backward = family.passes()
             more: dict[str, Any] = {} if changes is None else {"changes": changes, "wanted": wanted}
@@ -178,7 +176,7 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores 
     needed.
     """
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
-    key = *key_of(setting, problem, q, k, v), *key_of_changes(changes)
+    key = key_of(setting, problem, q, k, v, changes)
     if problem.indices is None:
         calls = _dense_calls
         key = setting.plan.device, *key
@@ -188,6 +186,16 @@ def prepared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores 
         calls = found if found is not None else cache.setdefault("prepared", BoundedDict(_MOST))
     call: PreparedCall | None = calls.get(key)
     return calls.put(key, PreparedCall(setting, key, problem, changes)) if call is None else call
+
+
+def key_of(
+    setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor, changes: Scores | None = None
+) -> tuple[Any, ...]:  # fmt: skip
+    """Everything that a prepared call depends on besides the plan, except for the values of tensors."""
+    return (
+        *setting[1:], problem.scale, problem.dropped, problem.kernels, q.dtype,
+        *[(x.shape, x.stride(), x.data_ptr() % 16) for x in (q, k, v)], *(() if changes is None else changes.key()),
+    )  # fmt: skip
 
 
 def setting_of(

@@ -15,11 +15,10 @@ from sparseflash import attention, attention_varlen, clear_caches, masks, scores
 from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache, native, prepared_call
-from sparseflash.backends.triton.call_keys import key_of
 from sparseflash.backends.triton.launch.launches import _specialised
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.prepared_call import setting_of
+from sparseflash.backends.triton.prepared_call import key_of, setting_of
 from tests.drawn.masks import SEEDS
 
 TOKENS = 40
@@ -145,8 +144,8 @@ def test_launches_that_differ_in_anything_have_keys_of_their_own():
     assert len(set(keys)) == len(keys)
 
 
-def functions_of_a_repeat(call):
-    """The library's functions that a third call runs, in order, as on a GPU."""
+def functions_of(call, after=2):
+    """The library's functions that a call runs after this many others, in order, as on a GPU."""
     folder, found = f"{Path(sparseflash.__file__).parent}{os.sep}", []
 
     def called(frame, event, _):
@@ -171,8 +170,8 @@ def functions_of_a_repeat(call):
         mock.patch.object(native.module(), "start", start),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True),
     ):
-        call()
-        call()
+        for _ in range(after):
+            call()
         found.clear()
         sys.setprofile(called)
         try:
@@ -194,8 +193,19 @@ def functions_of_a_repeat(call):
 def test_a_repeat_is_short(change, most, learned):
     q, k, v = (x.requires_grad_(learned) for x in tensors())
     mask, changes = mask_of(), change(torch.rand(2, requires_grad=learned))
-    found = functions_of_a_repeat(lambda: attention(q, k, v, mask, scores=changes, backend="triton"))
+    found = functions_of(lambda: attention(q, k, v, mask, scores=changes, backend="triton"))
     assert found.count("started") == 1 and len(found) <= most, found
+
+
+@pytest.mark.parametrize(("learned", "most"), [(False, 300), (True, 470)])
+def test_a_first_call_examines_each_tensor_once(learned, most):
+    q, k, v = (x.requires_grad_(learned) for x in tensors())
+    mask = mask_of()
+    found = functions_of(lambda: attention(q, k, v, mask, backend="triton"), after=0)
+    # Of the forward, and of a backward, which also reads dout. The checks of the arguments look at q, k and v before.
+    assert found.count("is_readable") == (7 if learned else 3)
+    assert found.count("decide") == (2 if learned else 1)
+    assert len(found) <= most, len(found)
 
 
 @pytest.mark.parametrize("change", [lambda x: None, scores.alibi], ids=["plain", "alibi"])

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.schedule import fused, launch_order
+from sparseflash.backends.triton.schedule import fused
 from sparseflash.backends.triton.schedule import plan as planning
-from sparseflash.backends.triton.schedule.launch_order import start_order
+from sparseflash.backends.triton.schedule import worklists as listing
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.backends.triton.schedule.worklists import full_first
+from sparseflash.backends.triton.schedule.worklists import full_first, start_order
 from sparseflash.blockmask import csr, streams
 from tests.backends.triton.plans import plan
 from tests.compared.closeness import NAMES
@@ -51,10 +51,10 @@ def assert_planned_alike(mask, **arguments):
     assert_same(ours, worklists(mask, "operations", **arguments))
 
 
-@pytest.mark.parametrize("few", [launch_order._FEW, 0], ids=["sorted to the tile", "sorted by octaves"])
+@pytest.mark.parametrize("few", [listing._FEW, 0], ids=["sorted to the tile", "sorted by octaves"])
 @given(block_masks(130, blocks=(16, 32), batch=2, heads=HEADS), SEEDS, st.sampled_from([1, 2, 4]))
 def test_kernels_plan_what_operations_plan(few, mask, seed, kv_heads):
-    with mock.patch.object(launch_order, "_FEW", few):
+    with mock.patch.object(listing, "_FEW", few):
         assert_planned_alike(made_dynamic(mask, seed), batch=2, kv_heads=kv_heads)
 
 
@@ -152,7 +152,7 @@ def test_lengths_less_than_half_an_octave_apart_count_as_equal(lengths):
         return (max(length, 1) ** 2).bit_length()
 
     want = sorted(range(len(lengths)), key=lambda i: -octave(lengths[i]))
-    with mock.patch.object(launch_order, "_FEW", 0):
+    with mock.patch.object(listing, "_FEW", 0):
         assert start_order(torch.tensor(lengths)).tolist() == want
 
 
@@ -168,11 +168,11 @@ def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
-@pytest.mark.parametrize("few, sorts", [(launch_order._FEW, 0), (0, 1)])
+@pytest.mark.parametrize("few, sorts", [(listing._FEW, 0), (0, 1)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_and_columns_are_planned_in_three_launches_and_a_sort_of_many_items(axis, few, sorts):
     mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
-    rule = mock.patch.object(launch_order, "_FEW", few)
+    rule = mock.patch.object(listing, "_FEW", few)
     with rule, by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
         plan(mask, 1, HEADS).worklist(axis, 16)
     assert (started.call_count, seen.started) == (3, sorts)
@@ -219,11 +219,11 @@ from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.schedule import launch_order, plan
+from sparseflash.backends.triton.schedule import plan, worklists
 import torch
 with mock.patch.object(plan, "_DEVICES", ["cpu"]), compiling_for(90) as compiled:
     for few in (1024, 0):
-        launch_order._FEW = few
+        worklists._FEW = few
         for heads in (2, 4):
             mask = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=60, block=16)
             made = plan.plan_of(Problem.of(mask, scale=1.0), (1, heads), 2, (60, 60))

@@ -13,8 +13,8 @@ from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule import worklists
-from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.plan import dense_plan
+from sparseflash.backends.triton.schedule.worklists import start_order
 from sparseflash.blockmask.cache import mask_cache
 from tests.backends.triton.plans import plan
 from tests.drawn.masks import block_masks

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import api, call_cache, prepared_call
-from sparseflash.backends.triton.call_keys import key_of_changes
 from tests.drawn.masks import SEEDS
 
 HEADS, TOKENS = 2, 24
@@ -179,9 +178,9 @@ def test_what_launches_depend_on_is_in_the_key(other):
     ids=["number", "integer", "function", "kind"],
 )
 def test_changes_with_equal_tensors_have_keys_of_their_own(one, other):
-    keys = [key_of_changes(scores.Scores((each,))) for each in (one, other)]
+    keys = [scores.Scores((each,)).key() for each in (one, other)]
     assert keys[0] != keys[1]
-    assert keys[0] == key_of_changes(scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)))
+    assert keys[0] == scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)).key()
 
 
 @pytest.mark.parametrize("kind", ["alibi", "bias", "key bias", "sink", "function"])
@@ -211,7 +210,7 @@ def test_changed_values_of_the_same_tensor_are_read_at_every_call():
 
 def test_tensors_of_another_device_have_keys_of_their_own():
     one = torch.ones(HEADS)
-    keys = [key_of_changes(scores.Scores((scores.alibi(x),))) for x in (one, torch.empty_like(one, device="meta"))]
+    keys = [scores.Scores((scores.alibi(x),)).key() for x in (one, torch.empty_like(one, device="meta"))]
     assert keys[0] != keys[1]
 
 

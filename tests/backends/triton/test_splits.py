@@ -12,8 +12,8 @@ from experiments.benchmarks.speed import patterns
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton import launcher
 from sparseflash.backends.triton.schedule import splits
-from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.plan import dense_plan
+from sparseflash.backends.triton.schedule.splits import SPLITS
 from tests.backends.triton.plans import chunks_of, kernels_of, plan
 from tests.compared.exactness import FP32_SIZES, check, spread_out
 from tests.drawn.dynamic_masks import made_dynamic

@@ -245,6 +245,9 @@ def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
     assert groups("dense//no/mine.py:rule", names) == ["dense", "/no/mine.py:rule"]
     assert groups("a/b/mine.py:rule", names) == ["a/b/mine.py:rule"]
     assert groups("local/butterfly", names) == ["local", "butterfly"]
+    (tmp_path / "mine.py").touch()
+    assert groups("dense|local/mine.py:rule", names) == ["dense|local/mine.py:rule"]
+    assert groups("local/mine.py:a|mine.py:b/dense", names) == ["local/mine.py:a|mine.py:b", "dense"]
 
 
 @pytest.mark.parametrize(

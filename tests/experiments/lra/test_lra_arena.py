@@ -70,7 +70,7 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
     one, two, mean, deviation = map(float, line)
     assert mean == pytest.approx((one + two) / 2, abs=0.11)
     assert deviation == pytest.approx(abs(one - two) / 2**0.5, abs=0.11)
-    assert "| rotary2d | as they are | nothing |" in result.output
+    assert "| rotary2d | none | nothing |" in result.output
 
 
 def test_a_union_of_masks_is_one_row(data, tmp_path):
@@ -142,6 +142,6 @@ def test_pretraining_comes_before_each_run_and_stands_in_the_table(data, tmp_pat
     assert (before["objective"], before["config"]["hidden"]) == ("denoise", 0.5)
     assert after["initial"]["steps"] == before["steps"] and after["initial"]["objective"] == "denoise"
     assert after["data"] == before["data"]
-    assert re.search(r"\| image \| local \| .* as they are \| denoise 3 \|", result.output)
+    assert re.search(r"\| image \| local \| .* none \| denoise 3 \|", result.output)
     again = command(data, tmp_path / "out", seeds="1", pretrain=0.01)
     assert "step" not in again.output.partition("| task")[0]  # nothing is trained again

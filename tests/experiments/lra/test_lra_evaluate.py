@@ -78,6 +78,32 @@ def test_on_the_runs_own_data_it_is_what_the_run_said(run, folder):
     assert "by root operator" in output and "majority class" in output
 
 
+def test_stored_weights_answer_as_the_run_does_in_half_the_bytes(run, folder, tmp_path):
+    made, metrics = run
+    result = CliRunner().invoke(cli.app, ["store", str(made.folder), "--out", str(tmp_path / "kept")])
+    assert result.exit_code == 0, result.output
+    stored = tmp_path / "kept" / "model.safetensors"
+    assert stored.stat().st_size < 0.6 * (made.folder / "model.safetensors").stat().st_size
+    found = call(stored, "--data", folder, "--out", tmp_path / "all.json")
+    assert found.exit_code == 0, found.output
+    assert f"The run itself, on its own test split: {metrics['test_accuracy']:.3f}" in found.output
+    every = json.loads((tmp_path / "all.json").read_text())
+    assert every["accuracy_of_run"] == metrics["test_accuracy"]
+    assert every["test_accuracy"] == pytest.approx(metrics["test_accuracy"], abs=1.5 / len(made.data.test))
+    assert every["test_loss"] == pytest.approx(metrics["test_loss"], rel=1e-2)
+    again = CliRunner().invoke(cli.app, ["store", str(stored), "--out", str(tmp_path / "kept")])
+    assert again.exit_code == 2 and "the folder must be another one than the run's" in again.output
+
+
+def test_the_first_examples_are_tested_alone(run, folder):
+    made, _ = run
+    found, _ = evaluated(made, "--data", folder, "--examples", 9)
+    assert found["test_examples"] == 9
+    check_groups(found)
+    together, _ = answers(made.model, load("listops", folder).test, made.config, made.device, lambda tested: None)
+    assert found["test_accuracy"] == pytest.approx(float(together[:9].double().mean()))
+
+
 def test_groups_are_the_root_operators(run, folder):
     found, _ = evaluated(run[0], "--data", folder)
     lines = (folder / "generated_test.tsv").read_text().splitlines()[1:]
@@ -118,7 +144,7 @@ def test_paths_are_told_by_the_distance_of_their_markers(images, tmp_path):
     made = Run(CONFIG, load("pathfinder32", images), tmp_path / "run")
     metrics = made.train()
     found, output = evaluated(made, "--data", images)
-    assert found["test_accuracy"] == pytest.approx(metrics["test_accuracy"]) and found["pixel_labels"]
+    assert found["test_accuracy"] == pytest.approx(metrics["test_accuracy"]) and found["token_labels"]
     check_groups(found)
     assert "by marker distance" in output and "distance and end dashes" in output
     kinds = load("pathfinder32", images).kinds()

@@ -50,32 +50,22 @@ def top_k_keys(tokens: int, block: int) -> BlockMask:
 
 
 PATTERNS: list[Pattern] = [
-    Pattern(
-        "top_k_blocks", GROUP, "k <= q and j among the 6 with the highest pooled scores, first and own included",
+    Pattern("top_k_blocks", GROUP, "k <= q and j among the 6 with the highest pooled scores, first and own included",
         lambda n, block: masks.top_k_blocks(
             scored(n, block), k=6, q_len=n, block=block, causal=True, sink_blocks=1, local_blocks=1
-        ), tokens=CHOSEN, chosen=True, causal=True,
-    ),
-    Pattern(
-        "mass_blocks", GROUP, "the fewest blocks that hold 90 % of the softmax of the pooled scores of i",
+        ), tokens=CHOSEN, chosen=True, causal=True),
+    Pattern("mass_blocks", GROUP, "the fewest blocks that hold 90 % of the softmax of the pooled scores of i",
         lambda n, block: masks.mass_blocks(scored(n, block), mass=0.9, q_len=n, block=block),
-        tokens=CHOSEN, chosen=True,
-    ),
-    Pattern(
-        "mass_blocks, antidiagonal", GROUP,
+        tokens=CHOSEN, chosen=True),
+    Pattern("mass_blocks, antidiagonal", GROUP,
         "k <= q and the fewest blocks that hold 90 % by antidiagonals, own included (XAttention)",
         lambda n, block: masks.mass_blocks(
             masks.antidiagonal_scores(*queries_and_keys(n), block=block, stride=16, causal=True), mass=0.9, q_len=n,
             block=block, causal=True, local_blocks=1,
-        ), tokens=CHOSEN, chosen=True, causal=True,
-    ),
-    Pattern(
-        "top_k_keys", GROUP, "k <= q and k in q's own run of 64 keys or in its 2 highest scoring ones (MoBA)",
-        top_k_keys, tokens=CHOSEN, chosen=True, causal=True,
-    ),
-    Pattern(
-        "selected_keys", GROUP, "k <= q and k one of 16 keys given for q (drawn at random for each 16 queries)",
+        ), tokens=CHOSEN, chosen=True, causal=True),
+    Pattern("top_k_keys", GROUP, "k <= q and k in q's own run of 64 keys or in its 2 highest scoring ones (MoBA)",
+        top_k_keys, tokens=CHOSEN, chosen=True, causal=True),
+    Pattern("selected_keys", GROUP, "k <= q and k one of 16 keys given for q (drawn at random for each 16 queries)",
         lambda n, block: masks.selected_keys(drawn_keys(n), k_len=n, causal=True, block=block),
-        tokens=CHOSEN, chosen=True, causal=True,
-    ),
+        tokens=CHOSEN, chosen=True, causal=True),
 ]  # fmt: skip

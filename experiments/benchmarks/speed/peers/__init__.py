@@ -2,8 +2,6 @@
 
 It takes the case, its pattern and our inputs, and returns a `Runner`, or raises `Unavailable`. Other exceptions are
 reported as its failure.
-
-May import the library, `harness` and `speed`.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ PEERS: dict[str, Peer] = {
     "reference": reference,
 }
 DEFAULT_PEERS = {
-    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa", "sparseflash-varlen"),
+    "cuda": ("flex", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa", "sparseflash-varlen"),
     "cpu": ("sdpa", "reference"),
 }
 

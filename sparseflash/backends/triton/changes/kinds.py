@@ -25,8 +25,8 @@ from sparseflash.backends.triton.changes.table import TableKind
 from sparseflash.backends.triton.changes.tile_bias import TileBiasKind
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.hopper.configs import SMALLEST_SCALE
-from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.launch.gradient_sums import memory_argument
+from sparseflash.backends.triton.launch.launches import like
 from sparseflash.scores.change import Scores
 
 KINDS: dict[str, Any] = {

@@ -25,7 +25,7 @@ _FORMS = {
     "detach": "{}", "where": "tl.where({}, {}, {})", "minimum": "tl.minimum({}, {})", "maximum": "tl.maximum({}, {})",
     "tanh": "tanh({}, HARDWARE_TANH)", "floor_divide": "floor_divide({}, {})",
     **{op: f"{op}({{}})" for op in ("sign", "sigmoid", "log1p")},
-    **{op: f"tl.{op}({{}})" for op in ("abs", "floor", "ceil", "exp", "log", "sqrt", "sin", "cos")},
+    **{op: f"tl.{op}({{}})" for op in ("abs", "floor", "ceil", "exp", "log", "sqrt", "erf", "sin", "cos")},
 }  # fmt: skip
 
 HEADER = "changed(score, b, h, q, k, pointers, numbers, HARDWARE_TANH: tl.constexpr)"

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.cuda_graphs import refuse_to_record
+from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 

@@ -18,13 +18,20 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
 from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
-from sparseflash.backends.triton.hopper.choices import described_choice
+from sparseflash.backends.triton.hopper.choices import described_choice, reason_of_tile
 from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for, used_of
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.learned import HopperCall
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.launches import (
+    SOME_LENGTHS,
+    SOME_PARTS,
+    launch_of,
+    like,
+    of_call,
+    one_number_of,
+    strides_of,
+)
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -37,6 +44,7 @@ from sparseflash.scores.change import Scores
 class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
+    tile = BLOCK  # of the lists
     keys = BLOCK[1]  # of an item
     computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     learns: bool  # whether a tensor of the score modifications needs a gradient
@@ -50,6 +58,7 @@ class BackwardLayout:
         modifications need a gradient.
         """
         device, v_dim, self.learns = setting.plan.device, v.shape[-1], any(wanted)
+        self.dims, self.kinds = (q.shape[-1], v_dim), () if changes is None else changes.kinds
         config = backward_config_for(q.shape[-1], v_dim)
         (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
         units = units_on_hopper(changes, scale, backward=True)
@@ -83,7 +92,7 @@ class BackwardLayout:
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
-        sizes = {"PADDED_D": config.dim, "ROWS": config.rows}
+        sizes = {"PADDED_D": config.dim, "ROWS": config.rows, "STEPS": steps}
         examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
         if dlse:
             examples["dlse_ptr"] = lse
@@ -161,6 +170,7 @@ class Backward:
 
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
         self.layout, self.plan = layout, plan
+        self._why = reason_of_tile(layout.tile, setting.plan, setting.block, layout.dims, layout.kinds)
         self._bound = [kind.bind(setting.plan, setting.block) for kind in layout.changed.all]
         self._ready = [plan.ready]
         self._finish = self._bind_finish(setting)
@@ -252,26 +262,26 @@ class Backward:
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
         return [
-            described_choice(computes, block, self.warps, stages, main, loads, parts)
+            described_choice(computes, block, self.warps, stages, main, loads, parts, self.layout.tile, self._why)
             for computes, main in zip(self.layout.computes, self._main, strict=True)
         ]
 
 
-def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
+def planned_backward(plan: Plan, programs: int, tile: tuple[int, int] = BLOCK) -> BackwardPlan:
     """The plan that the backward walks, from the cache of `plan`. Waits for the device, once, unless the mask is
     dynamic.
     """
-    return plan.derived(("hopper backward", programs), lambda: _planned(plan, programs))
+    return plan.derived(("hopper backward", tile, programs), lambda: _planned(plan, programs, tile))
 
 
-def _planned(plan: Plan, programs: int) -> BackwardPlan:
-    lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
+def _planned(plan: Plan, programs: int, tile: tuple[int, int]) -> BackwardPlan:
+    lists = plan.lists.get(1, Tiling(*reversed(tile))).to(plan.device)  # small masks are planned on the host
     lists.ready.wait()
     sizes = plan.pattern, plan.kv_heads, *plan.lists.tokens
     may_wait = plan.lists.reusable
     if plan.device.type != "cuda" or not fused_plan.can_plan(lists, plan.pattern, programs):
         return backward_plan(lists, *sizes, programs=programs, may_wait=may_wait)
-    rows = plan.lists.get(0, Tiling(*BLOCK))
+    rows = plan.lists.get(0, Tiling(*tile))
     rows.ready.wait()
     (counted,) = to_device((rows.count,), plan.device)
     return fused_plan.backward_plan(lists, counted, *sizes, programs=programs, may_wait=may_wait)

@@ -1,21 +1,86 @@
-"""Describes the Hopper kernels for `explain`."""
+"""Chooses the kernels and tiles of the Hopper backward, and describes the Hopper kernels for `explain`."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sparseflash.backends.triton.family import KernelChoice
-from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.hopper.configs import BLOCK, LIMITS, SMALL, WIDEST_BACKWARD, may_be_small
 from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.splits import SPLITS
+from sparseflash.backends.triton.schedule.tilings import Tiling
+
+# Tiles of 64 are taken for the backward where at most this share of the blocks of 64 in live tiles of 128 is live, by
+# the head dims up to which it holds. Predicted, not measured: in tiles of 128 one pass has 5 products, in tiles of 64
+# two kernels have 7 without additions to memory, at 460 (D = 128) and 370 TFLOP/s (D = 64) of the 5, for 550 and 460
+# in full tiles of 128. The share is 0.94 under a window of 1,024 tokens, and 0.3 where 12 % of all blocks are live at
+# random.
+MOST_FILLED = {64: 0.80, 128: 0.84}
+
+
+class BackwardForm(NamedTuple):
+    """The kernels of a backward."""
+
+    tile: tuple[int, int]  # BLOCK or SMALL
+    in_two: bool  # one kernel for dk and dv, and one for dq; otherwise one for all, which adds dq in a fixed order
+
+
+def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]) -> BackwardForm:
+    """The form of the backward. Counting live tiles synchronises with the device, once per mask. kinds: of score
+    modifications.
+    """
+    if may_be_small(block, dims, kinds) and _is_scattered(plan, dims):
+        return BackwardForm(SMALL, True)
+    q_len = plan.lists.tokens[0]
+    keys = plan.tiles_per_head * block[1] / -(-q_len // block[0])
+    is_few = has_few_queries(plan.lists.tokens, keys) and {"sink"}.issuperset(kinds)
+    return BackwardForm(BLOCK, is_few or max(dims) > WIDEST_BACKWARD)
+
+
+def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
+    """Whether too few of the blocks of 64 in live tiles of 128 are live."""
+    retiling = plan.lists.retiling
+    if retiling is None:  # of a mask that is made at every step; the tiles are not known on the host
+        return True
+    most = next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
+    live, united = plan.tiles_per_head * plan.lists.patterns, retiling.count(0, Tiling(*BLOCK))
+    return live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1]))
+
+
+def has_few_queries(tokens: tuple[int, int], keys: float) -> bool:
+    """Whether many tiles of keys add to few tiles of queries. keys: the mean number of keys of a query.
+
+    >>> has_few_queries((1024, 65_536), 65_536), has_few_queries((1024, 4096), 4096), has_few_queries((512, 4096), 4096)
+    (True, False, False)
+    """
+    q_len, k_len = tokens
+    # A mask makes rows differ in length.
+    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or keys < k_len
+    return many_keys and k_len > q_len * LIMITS.most_keys_a_query
+
+
+def reason_of_tile(
+    tile: tuple[int, int], plan: Plan, block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]
+) -> str:
+    """Why the backward has these tiles, for `explain`."""
+    if not may_be_small(block, dims, kinds) or plan.lists.retiling is None:
+        return "the only ones"
+    return "{} of the blocks in live tiles of {} x {} are live".format("enough" if tile == BLOCK else "too few", *BLOCK)
 
 
 def described_choice(
     kernel: str, block: tuple[int, int], warps: int, stages: int, launch: BoundLaunch, tiles: Tensor, chunks: int,
-    walked: tuple[int, int] = BLOCK,
+    walked: tuple[int, int] = BLOCK, why: str = "the only ones",
 ) -> KernelChoice:  # fmt: skip
-    """The description of a kernel for `explain`. tiles: of each item that a program takes, or of each program."""
+    """The description of a kernel for `explain`. tiles: of each item that a program takes, or of each program. why: it
+    walks these tiles.
+    """
     return KernelChoice(
         kernel, *block, warps, stages, "half", "descriptors: some warps load and send while others multiply",
-        f"tiles of {walked[0]} x {walked[1]}: the only ones", launch.programs, int(tiles.sum()), int(tiles.max()),
+        f"tiles of {walked[0]} x {walked[1]}: {why}", launch.programs, int(tiles.sum()), int(tiles.max()),
         chunks,
     )  # fmt: skip

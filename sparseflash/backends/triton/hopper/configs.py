@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,11 @@ SMALL = (ROWS, 64)  # the forward's tile for masks in blocks of this size
 HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
 WIDEST = 256
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+# Bytes that a program may have, by the number of programs of a multiprocessor, which keeps 1 KB of each for itself. And
+# the registers of a thread at launch: the threads of all programs use the whole register file. One program has 384
+# threads, each of several 256.
+MOST_MEMORY = {1: SHARED_MEMORY, 2: 113 * 1024, 3: 75 * 1024}
+START_REGISTERS = {1: 168, 2: 128, 3: 80}
 _BARRIERS = 1024  # bytes for barriers, numbers and alignment to 1,024
 _SMALL_THINGS = 2048  # bytes for barriers, numbers and alignment to 1,024
 # -inf times a scale of 0 would be NaN. This scale replaces smaller ones with the same result: exp2 of it times a score
@@ -129,7 +134,9 @@ class BackwardConfig(NamedTuple):
 
 
 class DkDvConfig(NamedTuple):
-    """The tuning parameters of the kernel for dk and dv of wide heads, which computes one of them or both."""
+    """The tuning parameters of the kernel for dk and dv of wide heads or blocks of 64, which computes one of them or
+    both.
+    """
 
     dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
     v_dims: tuple[int, int]
@@ -138,36 +145,56 @@ class DkDvConfig(NamedTuple):
     has_dk: bool = True
     has_dv: bool = True
     early: bool = False  # whether dP is multiplied before the exponentials
-    registers: int = 240
+    programs: int = 1  # of a multiprocessor; with several, each has one warpgroup that multiplies
+    registers: int = 240  # of the second warpgroup; the first has what is left
     loader_registers: int = 24
-    start_registers: int = 168
+
+    @property
+    def groups(self) -> int:
+        """The warpgroups that multiply."""
+        return GROUPS if self.programs == 1 else 1
+
+    @property
+    def start_registers(self) -> int:
+        """Registers of a thread at launch."""
+        return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
         """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
-        of_keys = BLOCK[1] * (dim + (v_dim if self.has_dk else 0))
+        of_keys = self.groups * ROWS * (dim + (v_dim if self.has_dk else 0))
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
         return 2 * (of_keys + of_queries) + 8 * ROWS * self.q_stages + _BARRIERS
 
 
 class DqConfig(NamedTuple):
-    """The tuning parameters of the kernel for dq of wide heads."""
+    """The tuning parameters of the kernel for dq of wide heads or blocks of 64."""
 
     dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
     v_dims: tuple[int, int]
     stages: int  # of keys
     v_stages: int  # of values
+    programs: int = 1  # as above
     registers: int = 240
     loader_registers: int = 24
-    start_registers: int = 168
+
+    @property
+    def groups(self) -> int:
+        """The warpgroups that multiply."""
+        return GROUPS if self.programs == 1 else 1
+
+    @property
+    def start_registers(self) -> int:
+        """Registers of a thread at launch."""
+        return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
         """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = WIDE_KEYS * (self.stages * dim + self.v_stages * v_dim)
-        return 2 * (BLOCK[0] * (dim + v_dim) + of_keys) + _SMALL_THINGS
+        return 2 * (self.groups * ROWS * (dim + v_dim) + of_keys) + _BARRIERS
 
 
 class Limits(NamedTuple):
@@ -184,6 +211,8 @@ class Limits(NamedTuple):
     1.25 under all masks from 16,384 on. Where a row has few tiles, as in a butterfly, 0.67 to 1.0 below 2,048 tokens or
     with 4 heads, in calls of up to 25 us. At D=64 0.86 to 0.97.
 
+    Blocks of 64, backward: not measured yet; see `choices.MOST_FILLED` for the prediction.
+
     Dynamic masks, of blocks of 128, for 16 heads, 64 heads in groups of 16, and 4 heads, plan included, as with a CUDA
     graph. Forward: at D=128 1.04 to 1.23 at 1,024 and 2,048 tokens, 1.16 to 1.33 from 4,096 on; at D=96 1.32; at D=64
     0.88 to 1.18. With the backward: at D=128 0.89 to 1.06 at 4,096, 0.96 to 1.05 at 8,192, 1.09 to 1.15 at 16,384; at
@@ -198,7 +227,8 @@ class Limits(NamedTuple):
     Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries
     of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 and 1.44 with 128; 16 queries of 65,536 keys 1.86 with 32
     heads; 64 queries 1.17 with 32 and 1.98 with 128; 77 queries of 4,096 keys 1.93 with 1,024; 200 queries of 16,384
-    keys 0.65 with 16. Their backward 0.06 to 0.48: many additions wait for one another.
+    keys 0.65 with 16. Their backward in one pass 0.06 to 0.48: many additions wait for one another; in
+    two kernels not measured yet (predicted 1.19 for 1,024 queries of 65,536 keys, 16 heads).
 
     Other head dims, 8 and 64 heads of 512 tokens, causal and dense. Forward: 80 0.93 to 1.14, 192/128 1.10 to 1.40, 256
     1.01 to 1.24. Backward: 80 0.99 to 1.14, 192/128 1.24 to 2.76, 256 0.91 to 1.86.
@@ -219,14 +249,22 @@ class Limits(NamedTuple):
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 512
     most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # for each query; beyond this the portable backward wins, and the forward
+    most_keys_a_query: int = 4  # for each query; beyond this the backward has two kernels
     few_queries: int = 16  # of many keys: below this number
     few_queries_other: int = 128  # the same at head dims without a configuration of their own
+    few_queries_dim: int = 128  # the least of D and Dv for the backward of few queries,
+    few_queries_items: int = 120  # and of the tiles of queries of all heads, which its kernel for dq does not cut
     forward_dim: int = 64  # the least of D and Dv
     backward_dim: int = 32
     forward_queries_other: int = 512  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
+    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
+    backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
+
+    def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
+        """Whether the backward of plain scores is chosen in blocks of 64."""
+        return min(dims) >= self.backward_dim_small and (not dynamic or self.backward_small_dynamic)
 
     def least_queries(
         self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
@@ -291,39 +329,41 @@ WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
 MOST_CHANNELS = 320
 MOST_CHANNELS_IN_PIECES = 288
 WIDE_KEYS = 64  # of a step of the kernel for dq of wider heads
+_STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))  # tried, of queries and dout, or of keys and values
 
 
-def dkdv_configs_for(head_dim: int, value_dim: int) -> list[DkDvConfig]:
-    """The configurations of the kernel for dk and dv of wide heads: one for both, or one for dk and one for dv if their
-    accumulators leave too few registers. Empty for other heads.
+def dkdv_configs_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> list[DkDvConfig]:
+    """The configurations of the kernel for dk and dv: one for both, or one for dk and one for dv if their accumulators
+    leave too few registers.
 
-    >>> [len(dkdv_configs_for(*dims)) for dims in ((128, 128), (192, 128), (192, 192), (256, 256))]
-    [0, 1, 2, 2]
+    >>> [len(dkdv_configs_for(*dims)) for dims in ((192, 128), (192, 192), (256, 256))]
+    [1, 2, 2]
+    >>> dkdv_configs_for(128, 128, SMALL)[0][2:4]
+    (2, 2)
     """
-    if max(head_dim, value_dim) <= WIDEST_BACKWARD:
-        return []
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     most = MOST_CHANNELS_IN_PIECES if dims[1] and v_dims[1] else MOST_CHANNELS
     both = sum(dims) + sum(v_dims) <= most
-    found = []
+    programs, found = 2 if tile == SMALL else 1, []
     for has_dk, has_dv in [(True, True)] if both else [(True, False), (False, True)]:
         early = has_dk and sum(dims) + (sum(v_dims) if has_dv else 0) <= 256
-        tried = (
-            DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early) for stages in ((3, 3), (3, 2), (2, 2), (2, 1))
-        )
-        found.append(next(each for each in tried if each.shared_memory <= SHARED_MEMORY))
+        tried = (DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early, programs) for stages in _STAGES)
+        found.append(next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs]))
     return found
 
 
-def dq_config_for(head_dim: int, value_dim: int) -> DqConfig:
-    """The configuration of the kernel for dq of wide heads: as many stages as shared memory has room for.
+def dq_config_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> DqConfig:
+    """The configuration of the kernel for dq: as many stages as shared memory has room for.
 
     >>> dq_config_for(192, 128)[:4], dq_config_for(256, 256)[2:4]
     (((128, 64), (128, 0), 3, 3), (2, 1))
+    >>> [dq_config_for(dim, dim, SMALL).programs for dim in (64, 128)]
+    [3, 2]
     """
-    stages = ((3, 3), (3, 2), (2, 2), (2, 1))
-    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each) for each in stages)
-    return next(each for each in tried if each.shared_memory <= SHARED_MEMORY)
+    # Up to 64 channels, dq, scores and their gradients fit the 136 registers that three programs leave a warpgroup.
+    programs = 1 if tile == BLOCK else 3 if max(head_dim, value_dim) <= 64 else 2
+    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each, programs) for each in _STAGES)
+    return next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs])
 
 
 @bounded(256)
@@ -363,6 +403,15 @@ def tile_for(block: tuple[int, int], dims: tuple[int, int] = (64, 64)) -> tuple[
     ((64, 64), (128, 128), (128, 128))
     """
     return SMALL if block == SMALL and max(dims) <= 128 else BLOCK
+
+
+def may_be_small(block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]) -> bool:
+    """Whether the backward has kernels in tiles of 64 for a mask in blocks of `block`. kinds: of score modifications.
+
+    >>> may_be_small((64, 64), (128, 128), ["sink"]), may_be_small((64, 64), (128, 128), ["alibi"])
+    (True, False)
+    """
+    return block == SMALL and max(dims) <= WIDEST_BACKWARD and {"sink"}.issuperset(kinds)
 
 
 def backward_config_for(head_dim: int, value_dim: int = 0) -> BackwardConfig:

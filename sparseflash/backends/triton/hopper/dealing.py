@@ -19,10 +19,10 @@ from sparseflash.backends.triton.schedule.work_item import (
 
 # A program is one number, from the high bits on: its load, 31 bits; its number, as many bits as PADDED needs; its
 # number of items, COUNT_BITS. So sorting finds the program with the least load, the first among equals.
-COUNT_BITS = tl.constexpr(24)
-_MASK = tl.constexpr((1 << 24) - 1)
+COUNT_BITS = tl.constexpr(23)
+_MASK = tl.constexpr((1 << 23) - 1)
 _LARGEST = tl.constexpr(1 << 31)  # larger than the cost of any item
-_NUMBER_SHIFT = tl.constexpr(24 + 31)  # of a program's number, where it stands before load and items
+_NUMBER_SHIFT = tl.constexpr(23 + 31)  # of a program's number, where it stands before load and items
 _NEVER = tl.constexpr((1 << 63) - 1)  # sorts last
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import can_describe, describable_strides
 from sparseflash.backends.triton.hopper.configs import CHANNELS
-from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.launches import like
 from sparseflash.backends.triton.launcher import Describe
 
 

@@ -20,8 +20,16 @@ from sparseflash.backends.triton.hopper.descriptors import as_read, boxes_of, re
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
-from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
-from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.launches import (
+    SOME_LENGTHS,
+    SOME_PARTS,
+    empty_like,
+    launch_of,
+    like,
+    of_call,
+    one_number_of,
+    strides_of,
+)
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan

@@ -26,8 +26,8 @@ from sparseflash.blockmask.cache import bounded
 
 _AT_ONCE = 1024  # items whose sort keys are made at a time
 _ORDERS = 4
-_FEWEST_LANES, _MOST_LANES = 32, 256
-_MOST_ITEMS = 1 << 24
+_FEWEST_LANES, _MOST_LANES = 32, 512
+_MOST_ITEMS = 1 << 23
 
 
 def can_plan(lists: TileLists, pattern: Tensor, programs: int) -> bool:

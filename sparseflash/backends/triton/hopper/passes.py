@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
-from sparseflash.backends.triton.hopper.configs import WIDEST_BACKWARD, config_for, tile_for
+from sparseflash.backends.triton.hopper.choices import backward_form
+from sparseflash.backends.triton.hopper.configs import SMALL, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
@@ -43,15 +44,17 @@ def backward(
     """The backward of a plan for tensors like these. dlse: whether lse has a gradient. wanted: which tensors of the
     score modifications need a gradient.
     """
-    programs, is_wide = programs_of(setting.plan.device), max(q.shape[-1], v.shape[-1]) > WIDEST_BACKWARD
-    plan = planned_backward(setting.plan, programs)
-    size = None if is_wide else plan.chains, plan.parts > 0  # the kernels for wide heads have no chains
+    dims = q.shape[-1], v.shape[-1]
+    tile, in_two = backward_form(setting.plan, setting.block, dims, () if changes is None else changes.kinds)
+    programs = programs_of(setting.plan.device) * (2 if tile == SMALL else 1)
+    plan = planned_backward(setting.plan, programs, tile)
+    size = tile, None if in_two else plan.chains, plan.parts > 0  # two kernels have no chains
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
-        make = WideBackwardLayout if is_wide else partial(BackwardLayout, chains=plan.chains)
+        make = partial(WideBackwardLayout, tile=tile) if in_two else partial(BackwardLayout, chains=plan.chains)
         made = make(
-            setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, dlse=dlse, merges=size[1], changes=changes,
+            setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, dlse=dlse, merges=size[2], changes=changes,
             wanted=wanted,
         )  # fmt: skip
         layout = _layouts.put(("backward", dlse, key, size), made)
-    return (WideBackward if is_wide else Backward)(layout, plan, setting)
+    return (WideBackward if in_two else Backward)(layout, plan, setting)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.architecture import multiprocessors
-from sparseflash.backends.triton.schedule import launch_order
+from sparseflash.backends.triton.schedule import worklists
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.work_item import place
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
@@ -101,7 +101,7 @@ def forward_plan(
     if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
     lengths = items.size.view(-1)
-    order = start_order(lengths.clamp(min=1), programs) if may_wait else launch_order.start_order(lengths)
+    order = start_order(lengths.clamp(min=1), programs) if may_wait else worklists.start_order(lengths)
     return Worklist(_work(items, index, tile)[order].contiguous(), index, tile, lists.words, parts, merged)
 
 

@@ -30,17 +30,17 @@ def finite_product(x, factor):
 )
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, Dv] both; fp32 [B, Hq, Nq] contiguous, the last or None
-    # fp32 [B * Hq * row_tiles * TILE_ROWS // ROWS, 2, ROWS], written: -lse in the units of scores.py, and -delta
+    # fp32 [B * Hq * row_tiles * STEPS, 2, ROWS], written: -lse in the units of scores.py, and -delta
     rows_ptr,
     counter_ptr, counters,  # int32 [counters], zeroed, or None
     lengths_ptr, lengths_stride,  # int32 [2, B] or None
     inverse_unit, heads, q_len, row_tiles, out_strides, dout_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
+    STEPS: tl.constexpr,  # of a tile
 ):  # fmt: skip
     """-lse and -delta of ROWS queries. Queries without a live key, past the end or with an lse below LOWEST_LSE have
     -inf, so that their weights are 0.
     """
-    STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
     batch_head = number // (row_tiles * STEPS)
     batch, head = batch_head // heads, batch_head % heads
@@ -89,10 +89,9 @@ def in_rows(dq, ROWS: tl.constexpr, D: tl.constexpr):
 def finish_kernel(
     acc_ptr, chain_ptr,  # fp32 [chains, TILE_ROWS, PADDED_D]; int32 [B * Hq * row_tiles + 1], the first of each tile
     dq_ptr, scale, heads, q_len, row_tiles, dq_strides,
-    D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries: the sum of their chains, in order; 0 without a chain."""
-    STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
     tile, piece = number // STEPS, number % STEPS
     batch_head = tile // row_tiles

@@ -9,6 +9,7 @@ import torch
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
+from sparseflash.backends.triton.hopper.choices import has_few_queries
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     LIMITS,
@@ -16,9 +17,9 @@ from sparseflash.backends.triton.hopper.configs import (
     WIDEST,
     WIDEST_BACKWARD,
     is_common,
+    may_be_small,
     tile_for,
 )
-from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -52,18 +53,13 @@ def refuses(request: Request) -> str | None:
             f"they support only {_named(_AT_ALL_DIMS)} at head dims other than 64, 96 and 128, and where D and Dv "
             f"differ; got {_named(others)} at D = {dim} and Dv = {v_dim}"
         )
-    if request.backward and max(request.dims) > WIDEST_BACKWARD:
-        if others := [kind for kind in request.changes if kind != "sink"]:
-            found = _named(others, logarithmic=request.logarithmic)
-            return (
-                f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
-                f"Dv = {v_dim}"
-            )
-        if request.dynamic:
-            return (
-                f"their backward takes no mask that is made at every step above head dim {WIDEST_BACKWARD}; got "
-                f"D = {dim} and Dv = {v_dim}"
-            )
+    is_wide = request.backward and max(request.dims) > WIDEST_BACKWARD
+    if is_wide and (others := [kind for kind in request.changes if kind != "sink"]):
+        found = _named(others, logarithmic=request.logarithmic)
+        return (
+            f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
+            f"Dv = {v_dim}"
+        )
     if unknown := [kind for kind in request.learned if kind not in _LEARNED]:
         return f"they compute gradients for the tensors of {_named(_LEARNED)}; got {_named(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
@@ -91,7 +87,10 @@ def refuses(request: Request) -> str | None:
             "they support relative-position tables indexed by distance, where neighbouring distances mostly share an "
             "entry"
         )
-    tile = BLOCK if request.backward else tile_for(request.block, request.dims)
+    if request.backward:
+        tile = _backward_tile(request)
+    else:
+        tile = tile_for(request.block, request.dims)
     if request.dynamic and request.block != tile:
         return "they need blocks of {} x {} for a mask that is made at every step; got {} x {}".format(
             *tile, *request.block
@@ -146,15 +145,15 @@ def yields(request: Request) -> str | None:
         )
     if not is_common(request.dims) and (what := _not_measured(request)):
         return f"they have not been measured {what} at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
-    if min(request.block) < min(BLOCK) and (backward or is_64 or request.block != SMALL):
+    if backward:
+        is_small = _backward_tile(request) == SMALL and LIMITS.takes_small_backward(request.dims, request.dynamic)
+    else:
+        is_small = request.block == SMALL and not is_64
+    if min(request.block) < min(BLOCK) and not is_small:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    # A mask makes rows differ in length.
-    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len
-    few = LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
-    cuts = not backward and not request.dynamic and q_len >= few
-    if many_keys and not cuts and k_len > q_len * LIMITS.most_keys_a_query:
+    if has_few_queries(request.tokens, request.keys) and not _takes_few_queries(request):
         return (
             f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
             f"{k_len:,} keys"
@@ -165,7 +164,8 @@ def yields(request: Request) -> str | None:
             f"the portable {direction} is about as fast or faster, its launch included, below {least:,} queries at D = "
             f"{dim}; got {q_len:,}"
         )
-    if backward and (entries := request.keys / BLOCK[1] * -(-q_len // BLOCK[0]) * request.heads) >= MOST_ENTRIES_LISTED:
+    tile = _backward_tile(request)
+    if backward and (entries := request.keys / tile[1] * -(-q_len // tile[0]) * request.heads) >= MOST_ENTRIES_LISTED:
         return f"they list at most {MOST_ENTRIES_LISTED:,} tiles of all heads for a backward; got about {entries:,.0f}"
     if request.dynamic and is_64:
         return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
@@ -197,13 +197,31 @@ def _not_measured(request: Request) -> str | None:
     return None
 
 
+def _takes_few_queries(request: Request) -> bool:
+    """Whether these kernels are chosen for few queries of many keys."""
+    q_len = request.tokens[0]
+    if request.dynamic:
+        return False
+    if not request.backward:
+        return q_len >= (LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other)
+    is_plain = {"sink"}.issuperset(request.changes)
+    items = request.heads * -(-q_len // BLOCK[0])  # of the kernel for dq
+    return is_plain and min(request.dims) >= LIMITS.few_queries_dim and items >= LIMITS.few_queries_items
+
+
+def _backward_tile(request: Request) -> tuple[int, int]:
+    """The smallest tiles of the backward for a request."""
+    return SMALL if may_be_small(request.block, request.dims, request.changes) else BLOCK
+
+
 def _room(request: Request) -> float:
     """Memory of the backward's entries for a dynamic mask, over the memory of q: a head may have all tiles of all
     patterns.
     """
     q_len, k_len = request.tokens
-    rows, columns = -(-q_len // BLOCK[0]), -(-k_len // BLOCK[1])
-    room = min(request.keys / BLOCK[1] * rows * request.patterns, rows * columns)
+    tile = _backward_tile(request)
+    rows, columns = -(-q_len // tile[0]), -(-k_len // tile[1])
+    room = min(request.keys / tile[1] * rows * request.patterns, rows * columns)
     return float(room * 4 * ENTRY.value / (q_len * request.dims[0] * 2))
 
 

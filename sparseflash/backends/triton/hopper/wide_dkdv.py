@@ -1,4 +1,5 @@
-"""The kernel for dk and dv of wide heads on Hopper (sm_90): an item is a tile of keys, whose queries stream past.
+"""The kernel for dk and dv of wide heads and of blocks of 64 on Hopper (sm_90): an item is a tile of keys, whose
+queries stream past.
 
 The work lists are those of `backward.py`, without dq, which `wide_dq.py` computes. One warp loads. Each of GROUPS
 warpgroups holds ROWS keys with all their channels, and computes for as many queries a step
@@ -11,6 +12,10 @@ products of one warpgroup run under the exponentials of the other.
 
 Where dk and dv do not fit together, the kernel runs twice, for dv alone and for dk alone.
 
+A tile of the lists has GROUPS * ROWS queries and as many keys. For a mask in blocks of 64 x 64, whose neighbouring
+columns see different queries, GROUPS is 1, and a multiprocessor runs two programs: the products of one run under the
+exponentials of the other.
+
 dk and dv are stored from registers, once an item. The kernel supports no score modification except a sink, which lse
 includes. Head dims that are not a power of 2 have two pieces, as in `forward.py`.
 """
@@ -20,23 +25,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sparseflash.backends.triton.hopper.backward import THREADS, header, items_of_program, part_of
+from sparseflash.backends.triton.hopper.backward import header, items_of_program, part_of
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
-from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS
 from sparseflash.backends.triton.hopper.forward import ROWS, bytes_of, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
 from sparseflash.backends.triton.hopper.record import told
-from sparseflash.backends.triton.hopper.rows import TILE_ROWS
 from sparseflash.backends.triton.hopper.scores import read_later
 from sparseflash.backends.triton.hopper.wide_dq import store_rows, unknown
 
-GROUPS = gl.constexpr(GROUPS)
-KEYS = gl.constexpr(BLOCK[1])  # of an item
-STEPS = gl.constexpr(BLOCK[0] // 64)  # of a tile
+OF_GROUP = gl.constexpr(128)  # threads of a warpgroup; each arrives by itself when it has read a stage
 
 
 @gluon.jit
-def loader(loads, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
+def loader(
+    loads, GROUPS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+):  # fmt: skip
     """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
     descriptors, tiles_s, rests_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc = descriptors
@@ -50,12 +53,12 @@ def loader(loads, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOU
     for item in range(begin, end):
         number, first_k, first, count = header(work_ptr, item)
         batch, kv_head = number // kv_heads, number % kv_heads
-        for i in range(count * STEPS):
-            at = entry_ptr + (first + i // STEPS) * ENTRY
+        for i in range(count * GROUPS):
+            at = entry_ptr + (first + i // GROUPS) * ENTRY
             row, tile = gl.load(at + ENTRY_ROW), gl.load(at + ENTRY_TILE)
-            piece = i % STEPS
+            piece = i % GROUPS
             head = row // row_tiles % heads
-            first_q = row % row_tiles * TILE_ROWS + piece * ROWS
+            first_q = (row % row_tiles * GROUPS + piece) * ROWS
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
             told(number_s, stage, 0, tile, OF=1)
@@ -63,7 +66,7 @@ def loader(loads, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOU
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             if q_rest_desc is not None:
                 async_load(q_rest_desc, [batch, head, first_q, D], q_full.index(stage), q_rest_s.index(stage))
-            async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
+            async_load(rows_desc, [(row * GROUPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
             if i == 0:
                 for c in gl.static_range(GROUPS):
                     bar = kv_full.index(c)
@@ -91,15 +94,18 @@ def loader(loads, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOU
 
 
 @gluon.jit
-def masked(s, words_ptr, tile, first_key, first_row, k_left, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr):
+def masked(
+    s, words_ptr, tile, first_key, first_row, k_left, GROUPS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    BITS: gl.constexpr,
+):  # fmt: skip
     """s [ROWS keys, ROWS queries] where the tile's bits, from this key and row on, are set, else -inf; tile 0 is full.
     If HAS_LENGTHS, only the first `k_left` keys are live.
     """
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
-    WORDS: gl.constexpr = TILE_ROWS // 32
+    WORDS: gl.constexpr = GROUPS * ROWS // 32  # of a key
     key = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OF_WORDS))
     word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
-    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (KEYS * WORDS)
+    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (GROUPS * ROWS * WORDS)
     at = (first_key + key)[:, None] * WORDS + word[None, :]
     words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
     if HAS_LENGTHS:
@@ -113,7 +119,7 @@ def masked(s, words_ptr, tile, first_key, first_row, k_left, HAS_LENGTHS: gl.con
 
 @gluon.jit
 def store_part(part_ptr, x, first_row, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Writes channels from FIRST on of a warpgroup's keys of a part, [KEYS, WIDTH]."""
+    """Writes channels from FIRST on of a warpgroup's keys of a part, [keys of an item, WIDTH]."""
     key = first_row + opaque(gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout)))
     column = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     gl.store(part_ptr + (key[:, None] * WIDTH + column[None, :]), x)
@@ -158,9 +164,9 @@ def of_queries(rows_s, stage, WHICH: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    reads, C: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr,
-    DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr, DIM: gl.constexpr,
-    V_DIM: gl.constexpr, EARLY: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    reads, C: gl.constexpr, GROUPS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
+    D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr,
+    DIM: gl.constexpr, V_DIM: gl.constexpr, EARLY: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of ROWS keys of every item."""
     tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, sizes, written = reads
@@ -171,6 +177,7 @@ def consumer(
     dk_ptr, dk_strides, dv_ptr, dv_strides = written
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
+    KEYS: gl.constexpr = GROUPS * ROWS  # of an item
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
@@ -211,7 +218,7 @@ def consumer(
             turn += 1
             if EARLY:
                 mbarrier.wait(q_full.index(step % Q_STAGES), (step // Q_STAGES) & 1)
-        for i in range(count * STEPS):
+        for i in range(count * GROUPS):
             q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             if not EARLY:
                 mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
@@ -228,14 +235,14 @@ def consumer(
                     dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
             s = local_mma_wait(s, 0 if not EARLY else 1 if DV_REST == 0 else 2)
             if is_partial:
-                s = masked(s, words_ptr, tile, C * ROWS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
+                s = masked(s, words_ptr, tile, C * ROWS, i % GROUPS * ROWS, k_left, GROUPS, HAS_LENGTHS, BITS)
             p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
             weights = read_later(p.to(dtype))
             if dk_ptr is None:
                 async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             if EARLY:
                 # Here this wait splits the code: the exponentials stay before it, and run under dP.
-                if i + 1 < count * STEPS:
+                if i + 1 < count * GROUPS:
                     mbarrier.wait(q_full.index((step + 1) % Q_STAGES), ((step + 1) // Q_STAGES) & 1)
             else:
                 mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
@@ -313,6 +320,7 @@ def wide_dkdv_kernel(
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     qk_scale, scale,  # positive, as in `backward_kernel`
     heads, kv_heads, row_tiles, k_len,
+    GROUPS: gl.constexpr,  # warpgroups that multiply
     D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr,  # of tiles, in two pieces
     PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr,  # of parts
     DIM: gl.constexpr, V_DIM: gl.constexpr,  # of the tensors
@@ -348,13 +356,13 @@ def wide_dkdv_kernel(
     kv_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
     for c in gl.static_range(Q_STAGES):
         mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=THREADS)
+        mbarrier.init(q_empty.index(c), count=GROUPS * OF_GROUP)
     for c in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(c), count=1)
-        mbarrier.init(dout_empty.index(c), count=THREADS)
+        mbarrier.init(dout_empty.index(c), count=GROUPS * OF_GROUP)
     for c in gl.static_range(GROUPS):
         mbarrier.init(kv_full.index(c), count=1)
-        mbarrier.init(kv_empty.index(c), count=THREADS // GROUPS)
+        mbarrier.init(kv_empty.index(c), count=OF_GROUP)
     tiles_s, rests_s = (q_s, dout_s, k_s, v_s, rows_s, number_s), (q_rest_s, dout_rest_s, k_rest_s, v_rest_s)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty)
     lists, lengths = (start_ptr, work_ptr, entry_ptr), (lengths_ptr, lengths_stride)
@@ -365,24 +373,40 @@ def wide_dkdv_kernel(
     sizes = (qk_scale, scale, kv_heads, k_len)
     written = (dk_ptr, dk_strides, dv_ptr, dv_strides)
     reads = (tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, sizes, written)
-    gl.warp_specialize(
-        [
-            (
-                consumer,
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
                 (
-                    reads, 0, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY,
-                    HAS_LENGTHS, HAS_PARTS,
+                    consumer,
+                    (
+                        reads, 0, GROUPS, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM,
+                        V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS,
+                    ),
                 ),
-            ),
-            (
-                consumer,
+                (loader, (loads, GROUPS, D, DV, Q_STAGES, DOUT_STAGES)),
+            ],
+            [1],
+            [LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
                 (
-                    reads, 1, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY,
-                    HAS_LENGTHS, HAS_PARTS,
+                    consumer,
+                    (
+                        reads, 0, GROUPS, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM,
+                        V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS,
+                    ),
                 ),
-            ),
-            (loader, (loads, D, DV, Q_STAGES, DOUT_STAGES)),
-        ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+                (
+                    consumer,
+                    (
+                        reads, 1, GROUPS, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM,
+                        V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS,
+                    ),
+                ),
+                (loader, (loads, GROUPS, D, DV, Q_STAGES, DOUT_STAGES)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip

@@ -1,14 +1,17 @@
-"""The kernel for dq of wide heads on Hopper (sm_90): an item is a tile of queries, whose keys stream past.
+"""The kernel for dq of wide heads and of blocks of 64 on Hopper (sm_90): an item is a tile of queries, whose keys
+stream past.
 
 Above 128 channels, dq is larger than the tiles of keys that contribute to it, and its additions to global memory would
-bound the one-pass backward. So S and dP are computed a second time, and dq stays in registers.
+bound the one-pass backward; so they would in tiles of 64 keys. So S and dP are computed a second time, and dq stays in
+registers.
 
 One warp loads. Each of GROUPS warpgroups holds ROWS queries, and computes for KEYS keys a step
 
     S = Q K^T - lse,  P = exp(S),  dP = dO V^T - delta,  dS = P * dP,  dQ += dS K
 
 dS goes from registers to the product with K. The products of one warpgroup run under the exponentials of the other. No
-program waits for another, and the order of additions is that of the list.
+program waits for another, and the order of additions is that of the list. A tile of the lists has GROUPS * ROWS queries
+and as many keys; GROUPS is 1 for a mask in blocks of 64 x 64, as in `wide_dkdv.py`.
 
 Head dims that are not a power of 2 have two pieces, as in `forward.py`.
 """
@@ -18,28 +21,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, WIDE_KEYS
+from sparseflash.backends.triton.hopper.configs import WIDE_KEYS
 from sparseflash.backends.triton.hopper.forward import ROWS, block_at, bytes_of, live_words, masked, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
 from sparseflash.backends.triton.hopper.plan import ITEM, ITEM_COUNT, ITEM_FULL, ITEM_NUMBER, ITEM_START, ITEM_TILE
 
-KEYS = gl.constexpr(WIDE_KEYS)  # of a step
-GROUPS = gl.constexpr(GROUPS)
-SPLIT = gl.constexpr(BLOCK[1] // WIDE_KEYS)  # steps of a tile
+KEYS = gl.constexpr(WIDE_KEYS)  # of a step; the ROWS of a warpgroup, so that a tile has GROUPS steps
 
 
 @gluon.jit
-def item_of(work_ptr):
+def item_of(work_ptr, GROUPS: gl.constexpr):
     """Number of batch element, head and tile; place of the first step; full steps; steps, at least one."""
     item_ptr = work_ptr + gl.program_id(0) * ITEM
     count, tile = gl.load(item_ptr + ITEM_COUNT), gl.load(item_ptr + ITEM_TILE)
-    steps = gl.maximum(gl.where(tile < 0, 1, count * SPLIT), 1)  # without a live tile one dead step
-    full = gl.load(item_ptr + ITEM_FULL) * SPLIT
-    return gl.load(item_ptr + ITEM_NUMBER), gl.load(item_ptr + ITEM_START) * SPLIT, full, steps
+    steps = gl.maximum(gl.where(tile < 0, 1, count * GROUPS), 1)  # without a live tile one dead step
+    full = gl.load(item_ptr + ITEM_FULL) * GROUPS
+    return gl.load(item_ptr + ITEM_NUMBER), gl.load(item_ptr + ITEM_START) * GROUPS, full, steps
 
 
 @gluon.jit
-def loader(loads, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr):
+def loader(
+    loads, GROUPS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr
+):
     """Loads queries and dout once, then keys and values of every step."""
     descriptors, tiles_s, rests_s, bars, work_ptr, index_ptr, sizes = loads
     q_desc, k_desc, v_desc, dout_desc, q_rest_desc, k_rest_desc, v_rest_desc, dout_rest_desc = descriptors
@@ -47,7 +50,7 @@ def loader(loads, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, V_STA
     q_rest_s, k_rest_s, v_rest_s, dout_rest_s = rests_s
     rows_full, k_full, k_empty, v_full, v_empty = bars
     heads, group, row_tiles = sizes
-    number, start, _full, steps = item_of(work_ptr)
+    number, start, _full, steps = item_of(work_ptr, GROUPS)
     batch, head = number // row_tiles // heads, number // row_tiles % heads
     kv_head = head // group
     mbarrier.expect(rows_full.index(0), GROUPS * bytes_of(q_desc, q_rest_desc))
@@ -57,7 +60,7 @@ def loader(loads, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, V_STA
         if q_rest_desc is not None:
             async_load(q_rest_desc, [batch, head, first_q, D], rows_full.index(0), q_rest_s.index(c))
     for i in range(steps):
-        first_k = block_at(index_ptr, start + i, SPLIT) * KEYS
+        first_k = block_at(index_ptr, start + i, GROUPS) * KEYS
         stage = i % STAGES
         mbarrier.wait(k_empty.index(stage), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(k_full.index(stage), bytes_of(k_desc, k_rest_desc))
@@ -101,8 +104,8 @@ def unknown(number):
 
 @gluon.jit
 def consumer(
-    reads, C: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, DV_REST: gl.constexpr, DIM: gl.constexpr,
-    STAGES: gl.constexpr, V_STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    reads, C: gl.constexpr, GROUPS: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, DV_REST: gl.constexpr,
+    DIM: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries."""
     tiles_s, rests_s, bars, lists, words_ptr, lengths, rows_ptr, dq_ptr, dq_strides, sizes = reads
@@ -122,7 +125,7 @@ def consumer(
         [],
         [ROWS, KEYS // 32, 32],
     )
-    number, start, full, steps = item_of(work_ptr)
+    number, start, full, steps = item_of(work_ptr, GROUPS)
     batch, head = number // row_tiles // heads, number // row_tiles % heads
     k_limit = k_len
     if HAS_LENGTHS:
@@ -145,7 +148,7 @@ def consumer(
         is_partial = i >= full
         k_left = KEYS
         if HAS_LENGTHS:
-            k_left = k_limit - block_at(index_ptr, place, SPLIT) * KEYS
+            k_left = k_limit - block_at(index_ptr, place, GROUPS) * KEYS
             is_partial = is_partial | (k_left < KEYS)
         own = unknown(C)
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
@@ -161,7 +164,7 @@ def consumer(
         s = local_mma_wait(s, 1 if DV_REST == 0 else 2)
         if is_partial:
             words = live_words(
-                words_ptr, gl.load(tile_ptr + place // SPLIT), C * ROWS, place, k_left, GROUPS * ROWS, KEYS, SPLIT,
+                words_ptr, gl.load(tile_ptr + place // GROUPS), C * ROWS, place, k_left, GROUPS * ROWS, KEYS, GROUPS,
                 HAS_LENGTHS, False, gl.SliceLayout(2, BITS),
             )  # fmt: skip
             s = masked(s, opaque(words), KEYS, BITS)
@@ -202,6 +205,7 @@ def wide_dq_kernel(
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     qk_scale, scale,  # positive, as in `backward_kernel`
     heads, group, q_len, k_len, row_tiles,
+    GROUPS: gl.constexpr,  # warpgroups that multiply
     D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr,  # of tiles, in two pieces
     DIM: gl.constexpr,  # of q
     STAGES: gl.constexpr, V_STAGES: gl.constexpr,  # of keys; of values
@@ -239,12 +243,22 @@ def wide_dq_kernel(
     sizes = (qk_scale, scale, heads, q_len, k_len, row_tiles)
     lists, lengths = (work_ptr, index_ptr, tile_ptr), (lengths_ptr, lengths_stride)
     reads = (tiles_s, rests_s, bars, lists, words_ptr, lengths, rows_ptr, dq_ptr, dq_strides, sizes)
-    gl.warp_specialize(
-        [
-            (consumer, (reads, 0, D, D_REST, DV_REST, DIM, STAGES, V_STAGES, HAS_LENGTHS)),
-            (consumer, (reads, 1, D, D_REST, DV_REST, DIM, STAGES, V_STAGES, HAS_LENGTHS)),
-            (loader, (loads, D, DV, STAGES, V_STAGES)),
-        ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
-    )
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (reads, 0, GROUPS, D, D_REST, DV_REST, DIM, STAGES, V_STAGES, HAS_LENGTHS)),
+                (loader, (loads, GROUPS, D, DV, STAGES, V_STAGES)),
+            ],
+            [1],
+            [LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (reads, 0, GROUPS, D, D_REST, DV_REST, DIM, STAGES, V_STAGES, HAS_LENGTHS)),
+                (consumer, (reads, 1, GROUPS, D, D_REST, DV_REST, DIM, STAGES, V_STAGES, HAS_LENGTHS)),
+                (loader, (loads, GROUPS, D, DV, STAGES, V_STAGES)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )

@@ -1,4 +1,4 @@
-"""Launches the Hopper backward for wide heads, prepared for tensors of one layout."""
+"""Launches the Hopper backward for wide heads and for blocks of 64, prepared for tensors of one layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import (
-    BLOCK,
-    GROUPS,
     ROWS,
     WIDE_KEYS,
     DkDvConfig,
@@ -31,8 +29,15 @@ from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_dkdv import wide_dkdv_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.launches import (
+    SOME_LENGTHS,
+    SOME_PARTS,
+    launch_of,
+    like,
+    of_call,
+    one_number_of,
+    strides_of,
+)
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -40,23 +45,29 @@ from sparseflash.scores.change import Scores
 
 
 class WideBackwardLayout(BackwardLayout):
-    """The launches of a backward for wide heads. They have no chains, and so serve plans with any number of them."""
+    """The launches of a backward for wide heads, or in tiles of 64. They have no chains, and so serve plans with any
+    number of them.
+    """
 
     def __init__(
-        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float,
-        *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
+        self, setting: Setting, tile: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor,
+        scale: float, *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        """As `BackwardLayout`. The kernels support no score modification except a sink, which lse includes."""
+        """As `BackwardLayout`. tile: BLOCK or SMALL. The kernels support no score modification except a sink, which lse
+        includes.
+        """
         device = setting.plan.device
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
-        configs, self.of_dq = dkdv_configs_for(dim, v_dim), dq_config_for(dim, v_dim)
-        row_tiles = -(-q_len // BLOCK[0])
-        self.pieces = batch * heads * row_tiles * GROUPS
+        self.dims, self.kinds = (dim, v_dim), () if changes is None else changes.kinds
+        self.tile, self.keys, groups = tile, tile[1], tile[0] // ROWS
+        configs, self.of_dq = dkdv_configs_for(dim, v_dim, tile), dq_config_for(dim, v_dim, tile)
+        row_tiles = -(-q_len // tile[0])
+        self.pieces = batch * heads * row_tiles * groups
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), configs[0].q_stages
         self.rows, self.learns = ROWS, any(wanted)
         units = units_on_hopper(changes, scale, backward=True)
         self.changed = changed_on_hopper(
-            changes, HopperRequest(q.dtype, k_len, device, units, ROWS, BLOCK[1], backward=True), wanted
+            changes, HopperRequest(q.dtype, k_len, device, units, ROWS, self.keys, backward=True), wanted
         )
         rows = torch.empty(self.pieces * 2, ROWS, device="meta")
         inputs = [like(x) for x in (q, k, v)]
@@ -77,8 +88,8 @@ class WideBackwardLayout(BackwardLayout):
             examples["dlse_ptr"] = lse
         examples |= {"rows_ptr": rows, **lengths}
         self.begin = launch_of(
-            begin_kernel, {"D": v_dim, "PADDED_D": padded(v_dim), "ROWS": ROWS}, numbers, examples, device, {},
-            bound=(), num_warps=4, num_stages=1,
+            begin_kernel, {"D": v_dim, "PADDED_D": padded(v_dim), "ROWS": ROWS, "STEPS": groups}, numbers, examples,
+            device, {}, bound=(), num_warps=4, num_stages=1,
         ).bind(self.pieces)  # fmt: skip
         read = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "dout": read_as(dout)}
         parts = {"parts_ptr": SOME_PARTS} if merges else {}
@@ -87,7 +98,7 @@ class WideBackwardLayout(BackwardLayout):
         self.computes = [" and ".join(["dk"] * each.has_dk + ["dv"] * each.has_dv) for each in configs]
         self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
         sizes = [padded(sum(dims)) for dims in (configs[0].dims, configs[0].v_dims)]
-        self.part = BLOCK[1] * sum(sizes)
+        self.part = self.keys * sum(sizes)
         self.has_gaps = sum(configs[0].dims + configs[0].v_dims) < sum(sizes)
         self.combine = self._combining(setting, numbers, (sizes[0], sizes[1]), dk, dv) if merges else None
 
@@ -105,10 +116,10 @@ class WideBackwardLayout(BackwardLayout):
         )  # fmt: skip
         described["rows_desc"] = described_rows(examples["rows_desc"], [2, ROWS])
         constants = {
-            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "PADDED_D": padded(first + rest),
-            "PADDED_DV": padded(v_first + v_rest), "DIM": read["q"].shape[-1], "V_DIM": read["dout"].shape[-1],
-            "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "EARLY": config.early,
-            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+            "GROUPS": config.groups, "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest,
+            "PADDED_D": padded(first + rest), "PADDED_DV": padded(v_first + v_rest), "DIM": read["q"].shape[-1],
+            "V_DIM": read["dout"].shape[-1], "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
+            "EARLY": config.early, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
         given = {name: x for name, x in {**tiles, **examples}.items() if name not in left_out}
         return launch_of(
@@ -128,9 +139,9 @@ class WideBackwardLayout(BackwardLayout):
             {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims},
         )  # fmt: skip
         constants = {
-            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "DIM": read["q"].shape[-1],
-            "STAGES": config.stages, "V_STAGES": config.v_stages, "REGISTERS": config.registers,
-            "LOADER_REGISTERS": config.loader_registers,
+            "GROUPS": config.groups, "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest,
+            "DIM": read["q"].shape[-1], "STAGES": config.stages, "V_STAGES": config.v_stages,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
         return launch_of(
             wide_dq_kernel, constants, numbers, {**tiles, **examples}, device, described,
@@ -140,14 +151,18 @@ class WideBackwardLayout(BackwardLayout):
 
 
 class WideBackward(Backward):
-    """The gradients of q, k and v of wide heads."""
+    """The gradients of q, k and v of wide heads, or in tiles of 64."""
 
     layout: WideBackwardLayout
-    warps = 9
+
+    @property
+    def warps(self) -> int:  # type: ignore[override]
+        """Warps that multiply, and one that loads."""
+        return 4 * self.layout.of_dq.groups + 1
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         """The launch of the kernel for dq, which has a plan of its own."""
-        self.rows = rows = planned_rows(setting.plan)
+        self.rows = rows = planned_rows(setting.plan, self.layout.tile, self.layout.of_dq.programs)
         self._ready.append(rows.ready)
         return self.layout.finish.bind(
             len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
@@ -157,11 +172,14 @@ class WideBackward(Backward):
         """Describes both kernels for `explain`."""
         self.rows.ready.wait()
         counts = self.rows.work[:, ITEM_COUNT.value]
-        block, stages = (BLOCK[0], WIDE_KEYS), self.layout.of_dq.stages
-        return [*super().choices(), described_choice("dq", block, 9, stages, self._finish, counts, 0)]
+        tile, stages = self.layout.tile, self.layout.of_dq.stages
+        of_dq = described_choice(
+            "dq", (tile[0], WIDE_KEYS), self.warps, stages, self._finish, counts, 0, tile, self._why
+        )
+        return [*super().choices(), of_dq]
 
 
-def planned_rows(plan: Plan) -> Worklist:
-    """The work list of the kernel for dq: tiles of queries, none cut."""
-    programs = programs_of(plan.device)
-    return plan.derived(("hopper dq", programs), lambda: forward_worklist(plan, BLOCK, programs, may_cut=False))
+def planned_rows(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
+    """The work list of the kernel for dq: tiles of queries, none cut. programs: of a multiprocessor."""
+    programs *= programs_of(plan.device)
+    return plan.derived(("hopper dq", tile, programs), lambda: forward_worklist(plan, tile, programs, may_cut=False))

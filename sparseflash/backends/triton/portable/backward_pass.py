@@ -11,8 +11,7 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradients_of
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.launch.examples import like, one_number_of
-from sparseflash.backends.triton.launch.launches import of_call
+from sparseflash.backends.triton.launch.launches import like, of_call, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch, LaunchSequence
 from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
@@ -38,7 +37,6 @@ class BackwardLayout(Layout):
                     "scores.function must have a kernel_derivative for the backward of its kernel; got a kernel alone."
                 )
         self.out = like(out)
-        self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
         # The stride between heads of lse2 and delta; TMA needs a multiple of 16 bytes.
         stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of
 from sparseflash.backends.triton.device_functions.fp32_split import is_in_pieces
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.portable.fitting import (
     config_for,
+    held_and_streamed,
+    padded_dims,
     tuned_for_scores,
     with_addresses,
     with_more_registers,
 )
-from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
 from sparseflash.scores.change import PAIRS
@@ -45,13 +45,12 @@ class Chooser:
     """Chooses for one kernel and tensors of one layout. The tiling also depends on the plan."""
 
     def __init__(
-        self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor], *,
+        self, kernel: Kernel, setting: Setting, dims: tuple[int, int], q: Tensor, v: Tensor, *, is_expanded: bool,
         changes: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first. changes: the kinds of
-        score modifications that the kernel applies.
+        """dims: D and Dv. q, v: examples. is_expanded: whether any tensor that the kernel loads by tiles is expanded.
+        changes: the kinds of score modifications that the kernel applies.
         """
-        q, v = loaded[0], loaded[2]
         self._overrides = overrides()
         self._kernel, self._architecture = kernel, setting.architecture
         self._lengths, self._dropout = setting.lengths, setting.dropout
@@ -63,15 +62,19 @@ class Chooser:
         else:
             # In full fp32, matrix instructions read bf16 pieces, even if tiles are split after they are loaded.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
-            self._padded = padded_dims(*dims, setting.architecture, itemsize)
+            self._padded = padded_dims(*dims, self._architecture, itemsize)
         self._why_not_described = ""
-        if not setting.architecture.has_tma:
+        if not self._architecture.has_tma:
             self._why_not_described = "GPUs before Hopper have no TMA"
-        elif not all(map(can_describe, loaded)):
-            self._why_not_described = "a tensor has rows that are not aligned to 16 bytes, or is expanded"
+        elif is_expanded:
+            self._why_not_described = "a tensor is expanded"
         elif not self._overrides.descriptors:
             self._why_not_described = "overridden"
         self._may_describe = not self._why_not_described
+        # The configuration of descriptors that was tuned for the score modifications.
+        self._tuned: Config | None = None
+        if changes:
+            self._tuned = tuned_for_scores(kernel, self._architecture, self._arithmetic, max(self._padded), changes)
         self._block = setting.block
         self._products_a_tile = setting.block[0] * setting.block[1] * sum(dims)
         self._choices: dict[tuple[Tiling, str], Choice] = {}
@@ -103,7 +106,7 @@ class Chooser:
         if wanted is not None:
             return wanted(retiling.candidates(axis, whole, gathered)), "overridden"
         cost = FP32 if self._arithmetic == "fp32" else HALF
-        return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in costs.TILE_COSTS"
+        return plan.tiling(axis, whole, gathered, cost, self._warps), "the cheapest by the model in tilings.TILE_COSTS"
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_and_streamed(self._kernel, (tiling.held, tiling.streamed))
@@ -123,7 +126,7 @@ class Chooser:
         descriptors = not why
         config = self._config(block, descriptors)
         if self._kernel not in self._overrides.configs:  # an override is not adjusted
-            config = self._fitted(config, tiling, self._tuned(descriptors) is not None)
+            config = self._fitted(config, tiling, tuned=descriptors and self._tuned is not None)
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(
@@ -131,7 +134,7 @@ class Chooser:
             why or "TMA needs no registers for addresses", why_tiling,
         )  # fmt: skip
 
-    def _fitted(self, config: Config, tiling: Tiling, tuned: bool) -> Config:
+    def _fitted(self, config: Config, tiling: Tiling, *, tuned: bool) -> Config:
         """Adjusts a configuration to lengths, dropout and score modifications. tuned: it was tuned with the latter."""
         config = with_more_registers(
             config, lengths=self._lengths, dropout=self._dropout, changes=len(self._changes) > 0 and not tuned
@@ -150,12 +153,7 @@ class Chooser:
             return config._replace(block_m=min(config.block_m, block[0]), block_n=min(config.block_n, block[1]))
         return config_for(
             self._kernel, self._architecture, self._arithmetic, max(self._padded), block, descriptors,
-            self._tuned(descriptors),
-        )  # fmt: skip
-
-    def _tuned(self, descriptors: bool) -> Config | None:
-        return tuned_for_scores(
-            self._kernel, self._architecture, self._arithmetic, max(self._padded), self._changes, descriptors
+            self._tuned if descriptors else None,
         )  # fmt: skip
 
     def _warps(self, tile: Tile, is_gathered: bool) -> int:

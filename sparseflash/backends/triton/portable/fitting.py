@@ -1,5 +1,5 @@
 """The configuration of a kernel for one call: taken from the tables, then fitted to the mask's blocks, to lengths, to
-dropout and to score modifications.
+dropout and to score modifications. Also how many programs run at a time, by their registers and shared memory.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from collections.abc import Collection
 
 from sparseflash.backends.triton.architecture import Architecture
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel
-from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
 from sparseflash.scores.change import PAIRS
 
 _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
+# Of an SM of an H100, on every GPU: results must not depend on the GPU.
+_SHARED_MEMORY = 227 * 1024  # bytes that programs may use
+_REGISTERS = 65_536  # per SM
+_USUAL_REGISTERS = 128  # per thread
 
 
 def config_for(
@@ -24,7 +27,8 @@ def config_for(
     """
     entry = kernel, arithmetic, max(padded_dim, 32)
     chosen = tuned or architecture.tables.of(descriptors)[entry]
-    if tuned is None and descriptors and held_and_streamed(kernel, block)[0] == 64:
+    held = int(kernel == "dk_dv")  # the side of a tile that a program holds: see `held_and_streamed`
+    if tuned is None and descriptors and block[held] == 64:
         chosen = architecture.tables.held_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     if arithmetic == "fp32":  # the pieces need the registers of at least four warps
@@ -36,8 +40,8 @@ def config_for(
     num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP))
     # Four warps multiply 64 rows. If a tile of 128 rows is cut to 64, eight warps would share its columns: measured on
     # an H100, that takes 1.8 to 2.8 times as long.
-    rows, most = held_and_streamed(kernel, (block_m, block_n))[0], held_and_streamed(kernel, chosen[:2])[0]
-    if rows == 64 < most and padded_dim <= 128:
+    rows = (block_m, block_n)[held]
+    if rows == 64 < chosen[held] and padded_dim <= 128:
         num_warps = min(num_warps, 4)
     if rows < 64 and padded_dim <= 128 and arithmetic == "half":
         num_warps = min(num_warps, _fewest_warps(kernel, block_m, block_n, padded_dim))
@@ -46,20 +50,19 @@ def config_for(
 
 
 def tuned_for_scores(
-    kernel: Kernel, architecture: Architecture, arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
-    descriptors: bool,
-) -> Config | None:  # fmt: skip
-    """The configuration that was tuned for these kinds of score modifications, or None.
+    kernel: Kernel, architecture: Architecture, arithmetic: Arithmetic, padded_dim: int, changes: Collection[str]
+) -> Config | None:
+    """The configuration of descriptors that was tuned for these kinds of score modifications, or None.
 
     >>> from sparseflash.backends.triton.architecture import architecture_of
     >>> hopper = architecture_of((9, 0))
-    >>> print(tuned_for_scores("dk_dv", hopper, "half", 128, {"bias", "softcap"}, True))
+    >>> print(tuned_for_scores("dk_dv", hopper, "half", 128, {"bias", "softcap"}))
     64x64x4x2
-    >>> print(tuned_for_scores("dk_dv", hopper, "half", 128, {"bias", "relative"}, True))
+    >>> print(tuned_for_scores("dk_dv", hopper, "half", 128, {"bias", "relative"}))
     None
     """
     entry, tables = (kernel, arithmetic, padded_dim), architecture.tables
-    if not descriptors or "function" in changes:
+    if "function" in changes:
         return None
     if "relative" in changes:
         return None if set(PAIRS) & set(changes) else tables.table.get(entry)
@@ -121,3 +124,64 @@ def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
     _, streamed = held_and_streamed(kernel, (block_m, block_n))
     warps = -(-results_and_scores(kernel, block_m, block_n, dim) // (32 * (128 if streamed <= 32 else 96)))
     return 1 << (warps - 1).bit_length()
+
+
+def held_and_streamed(kernel: Kernel, tile: tuple[int, int]) -> tuple[int, int]:
+    """`(queries, keys)` as `(held, streamed)`, and back: kernels over columns hold keys, the others hold queries.
+
+    >>> held_and_streamed("dq", (64, 128)), held_and_streamed("dk_dv", (64, 128))
+    ((64, 128), (128, 64))
+    """
+    return tile[::-1] if kernel == "dk_dv" else tile
+
+
+def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
+    """The fp32 numbers that a program keeps in registers: accumulators, the scores of a step, and their gradients."""
+    held, streamed = held_and_streamed(kernel, (block_m, block_n))
+    results = 2 if kernel == "dk_dv" else 1
+    return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
+
+
+def padded_dims(dim: int, v_dim: int, architecture: Architecture, itemsize: int) -> tuple[int, int]:
+    """The columns of the tiles of queries and keys, and of values: powers of two from 16 up.
+
+    >>> from sparseflash.backends.triton.architecture import architecture_of
+    >>> ampere, hopper = architecture_of((8, 0)), architecture_of((9, 0))
+    >>> padded_dims(72, 80, hopper, itemsize=2)
+    (128, 128)
+    >>> padded_dims(64, 16, hopper, itemsize=2), padded_dims(64, 16, ampere, itemsize=2)
+    ((64, 64), (64, 16))
+
+    On Hopper both must have the same layout in shared memory, where the swizzle depends on the width of rows, up to 128
+    bytes (64 columns in bf16). If tiles of two layouts alternate at one address, ptxas 12.8 (of Triton 3.6 and 3.7)
+    adds to an uninitialised register, and wgmma reads the values from a wrong address. This was seen for D = 64 with
+    Dv = 16, where rows pass through registers.
+    """
+    padded, padded_v = max(16, 1 << (dim - 1).bit_length()), max(16, 1 << (v_dim - 1).bit_length())
+    if architecture.needs_one_layout:
+        least = min(max(padded, padded_v), 128 // itemsize)
+        return max(padded, least), max(padded_v, least)
+    return padded, padded_v
+
+
+def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
+    """The approximate number of resident programs per SM of an H100, limited by shared memory and registers.
+
+    >>> resident_programs("forward", Config(128, 64, 4, 2), 128, itemsize=2)
+    2
+    >>> resident_programs("forward", Config(64, 64, 4, 3, q_in_registers=True), 64, itemsize=2)
+    4
+    >>> resident_programs("dk_dv", Config(64, 64, 4, 3, 168), 64, itemsize=2)
+    3
+
+    A program holds the queries (unless they are in registers), or queries and gradients, or keys and values, plus two
+    streamed tiles per stage.
+    """
+    held, streamed = held_and_streamed(kernel, config[:2])
+    if kernel != "forward":
+        held *= 2
+    elif config.q_in_registers:
+        held = 0
+    tokens = held + streamed * 2 * config.num_stages
+    registers = 32 * config.num_warps * (config.registers or _USUAL_REGISTERS)
+    return max(1, min(_SHARED_MEMORY // (tokens * padded_dim * itemsize), _REGISTERS // registers))

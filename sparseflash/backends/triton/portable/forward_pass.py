@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.launch.examples import empty_like, one_number_of
-from sparseflash.backends.triton.launch.launches import of_call
+from sparseflash.backends.triton.launch.launches import empty_like, of_call, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
 from sparseflash.backends.triton.portable.merging import combine_rows, run_kernel
@@ -31,7 +30,6 @@ class ForwardLayout(Layout):
         changes: Scores | None = None,
     ) -> None:  # fmt: skip
         super().__init__(setting, q, k, v, scale, dropped, changes)
-        self.as_they_are = self.are_read_as_they_are(q, k, v)
         as_q = empty_like(q)
         self.out_is_as_q = (as_q.shape, as_q.stride()) == (self.out.shape, self.out.stride())
         self.an_lse = one_number_of(self.lse, setting.plan.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import describable_strides
 from sparseflash.backends.triton.configs import Kernel
-from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, is_in_pieces, precision_of
+from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, precision_of
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.launches import (
@@ -19,14 +19,13 @@ from sparseflash.backends.triton.launch.launches import (
     SOME_SEED,
     launch_of,
     of_call,
-    strides_of,
 )
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import Choice, Chooser
 from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
+from sparseflash.backends.triton.portable.fitting import resident_programs
 from sparseflash.backends.triton.portable.forward import forward_kernel
-from sparseflash.backends.triton.portable.occupancy import resident_programs
 from sparseflash.backends.triton.portable.shape import Shape
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -94,7 +93,7 @@ class KernelLayout:
     ) -> None:  # fmt: skip
         """All tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call, or tuples of
+        tiles: tensors that are loaded by tiles, with aligned rows. varying: the other tensors of a call, or tuples of
         them. strides: tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta.
         means: dq_kernel with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that
         completes sums of exponentials.
@@ -103,8 +102,11 @@ class KernelLayout:
         self._architecture, self.lengths, self.dropout = setting.architecture, setting.lengths, setting.dropout
         self._coordinates = setting.coordinates
         self.device = setting.plan.device
+        self._described = {name: describable_strides(x) for name, x in tiles.items()}
         self._chooser = Chooser(
-            kernel, setting, numbers.dims, list(tiles.values()), changes=() if changed is None else changed.kinds
+            kernel, setting, numbers.dims, tiles["q"], tiles["v"],
+            is_expanded=any([0 in strides for strides in self._described.values()]),
+            changes=() if changed is None else changed.kinds,
         )  # fmt: skip
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
@@ -163,7 +165,7 @@ class KernelLayout:
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
-            "strides": tuple([strides_of(self._strides[name]) for name in STRIDES[self.kernel]]),
+            "strides": tuple([self._strides[name].stride()[:3] for name in STRIDES[self.kernel]]),
         }  # fmt: skip
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:
@@ -188,9 +190,9 @@ class KernelLayout:
             tokens = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
             for name, x in self._tiles.items():
                 # The pieces of a token lie side by side, as columns of one matrix.
-                shape = [*x.shape[:3], x.stride(2)] if is_in_pieces(x) else list(x.shape)
+                shape = [*x.shape[:3], x.stride(2)] if choice.pieces else list(x.shape)
                 box = [1, 1, tokens[name], padded[name in ("v", "dout")]]
-                made[name] = Describe(x, shape, describable_strides(x), box)
+                made[name] = Describe(x, shape, self._described[name], box)
         if choice.describes_rows:
             for name in ("lse2", "delta"):
                 batch, heads, stride = self._varying[name].shape

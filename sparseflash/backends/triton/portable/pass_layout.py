@@ -17,10 +17,10 @@ from sparseflash.backends.triton.changes.kind import Request
 from sparseflash.backends.triton.changes.kinds import Changed
 from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.family import Setting
-from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.launches import like
 from sparseflash.backends.triton.portable.choice import wants_pieces
+from sparseflash.backends.triton.portable.fitting import padded_dims
 from sparseflash.backends.triton.portable.launches import Numbers
-from sparseflash.backends.triton.portable.occupancy import padded_dims
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 
@@ -44,8 +44,12 @@ class Layout:
             self.changed = Changed(changes, request, wanted)
         self.sink = {} if self.changed is None else self.changed.sink
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
-        self._padded = padded_dims(*self.numbers.dims, setting.architecture, itemsize=2)
-        self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
+        self._padded = (0, 0)  # the columns of queries and keys, and of values, in pieces
+        if self.pieces:
+            self._padded = padded_dims(*self.numbers.dims, setting.architecture, itemsize=2)
+        self.as_they_are = False  # whether `operands` returns tensors unchanged; set by `examples`
+        q = like(q)
+        self.out, self.lse = empty_out(q, like(v)), empty_lse(q)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
         """The tensors in the form that kernels read: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
@@ -55,18 +59,17 @@ class Layout:
         return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
 
     def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
-        """The results of `operands` for tensors of these layouts, on the meta device."""
+        """The results of `operands` for tensors of these layouts, on the meta device. Their rows are aligned."""
         if not self.pieces:
-            return [like(x) if is_readable(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
+            are_readable = [is_readable(x) for x in (q, k, v, *dout)]
+            self.as_they_are = all(are_readable)
+            found = [like(x) for x in (q, k, v, *dout)]
+            return [x if is_read else with_aligned_rows(x) for x, is_read in zip(found, are_readable, strict=True)]
         widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
         return [
             torch.empty(*x.shape[:3], PIECE_COUNT, width, dtype=PIECES_DTYPE, device="meta")
             for x, width in zip((q, k, v, *dout), widths)
         ]
-
-    def are_read_as_they_are(self, *tensors: Tensor) -> bool:
-        """Whether `operands` returns tensors of these layouts unchanged."""
-        return not self.pieces and all(map(is_readable, tensors))
 
 
 def empty_kept(q: Tensor) -> Tensor:

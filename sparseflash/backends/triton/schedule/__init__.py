@@ -1,6 +1,6 @@
 """Plans the work of a mask: the tiles of each program, the chunks of long rows, and the order in which programs start.
 
 This package may import `blockmask`, `limits`, `backends.problem`, and from the Triton backend `alignment`,
-`cuda_graphs`, `device`, `launcher` and `overrides`. It does not depend on the attention kernels. Its own kernels, in
+`device`, `launcher` and `overrides`. It does not depend on the attention kernels. Its own kernels, in
 `fused`, plan masks that are made at every step.
 """

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.schedule.launch_order import is_exact
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import (
     ITEM,
@@ -26,7 +25,7 @@ from sparseflash.backends.triton.schedule.work_item import (
     ITEM_PARTIAL_TILE,
     ITEM_START,
 )
-from sparseflash.backends.triton.schedule.worklists import TileLists
+from sparseflash.backends.triton.schedule.worklists import TileLists, is_exact
 from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
@@ -313,7 +312,7 @@ def size_kernel(
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sort keys of many work items: see launch_order.py."""
+    """Writes the sort keys of many work items: see `worklists.start_order`."""
     number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     size = _size_of(
         number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP

@@ -17,12 +17,9 @@ from torch import Tensor
 
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.device import runs_kernels
+from sparseflash.backends.triton.device import refuse_to_record, runs_kernels
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.schedule import fused
-from sparseflash.backends.triton.schedule.costs import HOST_PLAN_ITEMS
-from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, usual_warps
@@ -32,6 +29,7 @@ from sparseflash.backends.triton.schedule.worklists import (
     Worklist,
     check_number_of_items,
     full_first,
+    start_order,
     with_trailing_zero,
 )
 from sparseflash.blockmask import bitmask
@@ -43,6 +41,7 @@ T = TypeVar("T")
 
 _MOST_PLANS = 64  # per mask, or for dense attention; a program with more shapes would not gain from the cache
 _MOST_ENTRIES = 2**31 - 1  # one more would be an int64 argument of the kernels
+_HOST_PLAN_ITEMS = 4096  # a plan with at most this many work items is made on the host
 _DEVICES = ["cuda"]  # where kernels plan dynamic masks; tests add the CPU, for the interpreter
 
 
@@ -77,8 +76,9 @@ class MaskLists:
 
     def get(self, axis: int, tiling: Tiling | None) -> TileLists:
         """The lists of a tiling. tiling: None for the tiles of the mask."""
-        if tiling is None or tiling == self.own(axis).tiling:
-            return self.own(axis)
+        own = self.own(axis)
+        if tiling is None or tiling == own.tiling:
+            return own
         if self.retiling is None:
             raise RuntimeError(f"this plan supports only the tiles of its mask; got {tiling}")
         return self.retiling.lists(axis, tiling)
@@ -93,12 +93,8 @@ class Plan:
         self.kv_heads = kv_heads
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
         self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
+        self.device = lists.device
         self._derived: dict[Any, Any] = {}
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the mask."""
-        return self.lists.device
 
     def has_every_tile(self, block: tuple[int, int]) -> bool:
         """Whether all tiles of the mask, in blocks of this size, are live; False if that is not known on the host."""
@@ -143,7 +139,7 @@ class Plan:
             work = fused.work_in_start_order(lists, self.pattern, shape, tokens[axis], tile)
             return Worklist(work, lists.index, lists.tile, lists.words)
         pattern, on_host = self.pattern, self.lists.pattern
-        if on_host is not None and batch * heads * count <= HOST_PLAN_ITEMS:
+        if on_host is not None and batch * heads * count <= _HOST_PLAN_ITEMS:
             pattern = on_host.expand(batch, heads)
         else:
             lists = lists.to(self.device)
@@ -203,7 +199,7 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     if indptr is None or indices is None or tile is None or words is None or pattern is None:
         raise ValueError("all arrays of a mask must be given")
     blocks = (problem.block_q, problem.block_k)
-    row_blocks, col_blocks = (-(-n // b) for n, b in zip(tokens, blocks, strict=True))
+    row_blocks, col_blocks = [-(-n // b) for n, b in zip(tokens, blocks, strict=True)]
     # The cache, an attribute of the tensor `indices`, will hold the lists. So the lists must not hold either of them:
     # the reference cycle would keep all alive.
     indices, may_wait = indices.detach(), cache.may_wait
@@ -291,7 +287,7 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
         block_row = block_row * tile // block
     first_row = pattern * -(-length // block)
     row = (first_row.unsqueeze(2) + block_row[:, None]).view(-1)  # [B, H, T, group]
-    start, full, count = (x.index_select(0, row).view(-1, group) for x in (lists.start, lists.full, lists.count))
+    start, full, count = [x.index_select(0, row).view(-1, group) for x in (lists.start, lists.full, lists.count)]
     number = torch.arange(len(start), device=device, dtype=torch.int32).unsqueeze(1).expand(-1, group)
     return Items(number, start, full, count, torch.zeros_like(start))
 

@@ -14,8 +14,55 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.schedule.costs import SplitRule
 from sparseflash.backends.triton.schedule.work_item import CutItem
+
+
+class SplitRule(NamedTuple):
+    """When items are cut into chunks. Lengths of items are in tiles of the mask.
+
+    The constants were measured on an H100, and are used on all GPUs.
+
+    Programs start longest first. So with `mean = sum of lengths / slots` the last program ends at about `max(mean,
+    longest)`, and cutting can save at most a factor of `longest / mean`. Slots are the programs that run at a time, by
+    `resident_programs`. A row's bits must not depend on the number of heads and batch elements. So the model assumes
+    that a constant number of `heads` shares the slots: with fewer heads, rows are cut less than would be best, with
+    more heads, more.
+
+    A chunk costs about half a tile, to write and read its partial result. The merge is one more kernel of a few
+    microseconds, about two tiles. So no chunk is shorter than 16 tiles.
+
+    If all lists have similar lengths (dense, causal) and there are only too few for all slots, cutting saves less than
+    the model predicts, because a program that has an SM to itself runs faster than one of two. In this case items are
+    cut only if most of the slots would be idle, as in attention of a few queries to very many keys.
+
+    Examples with 16,384 tokens: the number of chunks of the longest row, and the cost of the chunks of all rows, at
+    most, as a share of the work
+
+        2 global rows and columns, window 3, 3 random, blocks of 128, D = 128    4 chunks   0.3 %
+                                                       blocks of 64, D = 64      7 chunks   0.3 %
+        causal, dense                                                            not cut
+        1,024 queries that see 65,536 keys, D = 128                              5 chunks   0.5 %
+        1 query that sees 65,536 keys, D = 64                                   64 chunks   6.2 %
+    """
+
+    multiprocessors: int = 132  # of an H100; a constant, so that results on all GPUs depend only on the tile sizes
+    heads: int = 8
+    fewest: int = 2048  # the minimum of tokens per chunk, or
+    fewest_tiles: int = 16  # this many times the tokens that a program holds, if that is less
+    far: float = 4.0  # an item longer than this many times the mean is an outlier
+    worth: float = 1.5  # items are cut only if the longest has this many times the length of a chunk and is an outlier,
+    worth_alike: float = 4.0  # or else this many times
+
+    def shortest(self, held: int) -> int:
+        """The length of the shortest chunk, in tokens."""
+        return min(self.fewest, self.fewest_tiles * held)
+
+    def longest_whole(self, held: int) -> float:
+        """The length in tokens of the longest items that are never cut if all have similar lengths."""
+        return self.worth_alike * self.shortest(held)
+
+
+SPLITS = SplitRule()
 
 
 class Items(NamedTuple):

@@ -28,7 +28,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sparseflash.backends.triton.schedule.costs import TILE_COSTS
+# Costs of kernels in other tilings, used on all GPUs, in units of the products of 64 x 64 scores on tensor cores.
+#   loading           64 contiguous streamed tokens; most of this overlaps with products
+#   loading_gathered  64 tokens gathered from small blocks; every thread computes addresses
+#   step              every step of four or more warps; fewer warps wait as long, but more programs can be resident
+#   program           every program: to find its work, load the tile it holds and write its results
+#   worth             the cost of another tiling must be at most this share of the mask's own, because the tiling has
+#                     to be made and has more partial tiles
+# The constants for half precision fit timings of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64 and 128
+# channels, three kernels), adjusted for the best choices: for 23 masks and kernels the chosen tiling takes 2 % longer
+# than the fastest measured one on average, and at most 25 %.
+# The predicted times are off by a quarter. Full fp32 multiplies six times and loads three times as much; its constants
+# are estimates.
+TILE_COSTS = {
+    "half": {"loading": 0.1, "loading_gathered": 0.6, "step": 0.45, "program": 1.9, "worth": 0.9},
+    "fp32": {"loading": 0.05, "loading_gathered": 0.3, "step": 0.1, "program": 0.4, "worth": 0.9},
+}
+
+# Other tilings take time to count and to make, once per mask. They are tried only if a head has this many products.
+PRODUCTS_FOR_TILINGS = 20_000_000
 
 Tile = tuple[int, int]  # tokens held, tokens streamed
 Warps = Callable[[Tile, bool], int]  # number of warps for such tiles; the flag says whether they are gathered

@@ -11,6 +11,7 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import (
     backward_pass,
+    choices,
     cuts,
     forward_pass,
     passes,
@@ -56,12 +57,13 @@ def as_it_is(source):
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
     change=as_it_is, change_backward=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is,
-    change_others=None, backward=None, changes=None, **config,
+    change_others=None, backward=None, changes=None, most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
     lengths: int32 `[2, B]`, if not the mask's. backward: changes of its configuration. changes: score modifications;
-    the gradients of their tensors come after the others.
+    the gradients of their tensors come after the others. most_filled: the share of live blocks of 64 up to which the
+    backward takes these as they are; None for that of the library.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:
@@ -88,6 +90,7 @@ def interpreted(
         (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
         (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
         (backward_pass, "backward_config_for", changed_backward_config),
+        (choices, "MOST_FILLED", choices.MOST_FILLED if most_filled is None else {128: most_filled}),
         (passes, "programs_of", lambda device: programs),
         (wide_pass, "programs_of", lambda device: programs),
     ]
@@ -165,6 +168,13 @@ def drawn(**more):
 def wide(offsets, near=20):
     """Buckets of 384 offsets each; nearer than `near`, of one offset each."""
     return torch.where(offsets.abs() < near, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
+
+
+def some_small_problem(**more):
+    """`some_problem` in blocks of 64."""
+    arguments = {**some_problem().recipe.arguments, "q_len": 200, "k_len": 260, "block": (64, 64)}
+    recipe = Recipe("from_dense", arguments, (200, 125))
+    return some_problem(**{"recipe": recipe, "q_len": 200, "k_len": 260} | more)
 
 
 def some_problem(**more):

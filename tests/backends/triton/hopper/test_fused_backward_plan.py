@@ -167,9 +167,10 @@ def test_lists_that_columns_share():
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_all_programs_of_a_gpu_in_every_order(name):
+@pytest.mark.parametrize("programs", [132, 264])
+def test_all_programs_of_a_gpu_in_every_order(name, programs):
     mask = BlockMask.from_layout(LAYOUTS[name][:48, :48], block=128)
-    assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=132)
+    assert_mask_is_planned_alike(mask, heads=2 * programs // 132, kv_heads=2 * programs // 132, programs=programs)
 
 
 def test_it_takes_nine_launches_and_three_operations_and_waits_once():
@@ -251,8 +252,8 @@ def test_a_rehearsal_starts_what_the_plan_starts(may_wait):
 def test_what_has_more_items_or_programs_than_kernels_count_is_planned_by_operations():
     mask = masks.causal(400, block=128)
     lists = columns_of(mask)
-    assert fused_plan.can_plan(lists, mask.pattern, 256)
-    assert not fused_plan.can_plan(lists, mask.pattern, 257)
+    assert fused_plan.can_plan(lists, mask.pattern, 512)
+    assert not fused_plan.can_plan(lists, mask.pattern, 513)
     assert not fused_plan.can_plan(lists, mask.pattern.expand(1 << 12, 1 << 10), 132)
 
 
@@ -285,15 +286,15 @@ print(len({name for name, _ in compiled}), len({kernel.hash for _, kernel in com
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(("kv_heads", "programs"), [(2, 132), (4, 132), (4, 264)])
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_the_gpu_plans_what_operations_plan(name, kv_heads):
+def test_the_gpu_plans_what_operations_plan(name, kv_heads, programs):
     mask = mask_of(name)
     pattern = mask.pattern.expand(2, 4)
     sizes = kv_heads, mask.q_len, mask.k_len
     counted = mask.indptr.diff().cuda()
-    ours = fused_plan.backward_plan(columns_of(mask, "cuda"), counted, pattern.cuda(), *sizes, programs=132)
-    assert_same(ours, backward_plan.backward_plan(columns_of(mask), pattern, *sizes, programs=132))
+    ours = fused_plan.backward_plan(columns_of(mask, "cuda"), counted, pattern.cuda(), *sizes, programs=programs)
+    assert_same(ours, backward_plan.backward_plan(columns_of(mask), pattern, *sizes, programs=programs))
 
 
 @pytest.mark.gpu

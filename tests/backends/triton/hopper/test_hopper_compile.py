@@ -6,6 +6,7 @@ from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     GROUPS,
     HEAD_DIMS,
+    MOST_MEMORY,
     SHARED_MEMORY,
     SMALL,
     WIDEST_BACKWARD,
@@ -91,6 +92,22 @@ def test_and_in_tiles_of_64(dims):
     check_forward(dims, ["small", "lengths", "parts"])
 
 
+@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["sink"]], ids="+".join)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (32, 32), (80, 80), (48, 96)], ids=str)
+def test_so_does_the_backward_in_tiles_of_64(dims, features):
+    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", ["small", "spread", *features])
+    assert "backward_kernel" not in reports
+    check_two_kernels(reports, dims, SMALL)
+
+
+@pytest.mark.parametrize("features", [[], ["lengths", "parts"]], ids="+".join)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=str)
+def test_and_the_backward_of_few_queries(dims, features):
+    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", ["few", *features])
+    assert "backward_kernel" not in reports
+    check_two_kernels(reports, dims, BLOCK)
+
+
 def check_forward(dims, features):
     reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)
     check_backward(reports, dims, features)
@@ -120,29 +137,35 @@ def check_backward(reports, dims, features):
         assert ("wide_dq_kernel" in reports) is not is_changed
         if is_changed:
             return
-        of_dq, config = reports["wide_dq_kernel"], dq_config_for(*dims)
-        pieces = sum(piece > 0 for piece in config.dims)
-        channels = sum(config.dims) + sum(config.v_dims)
-        assert of_dq["products"] == GROUPS * (channels // 16 + pieces * 64 // 16)
-        assert config.shared_memory >= of_dq["shared"] and of_dq["spilled_in_loop"] == 0, of_dq
-        of_keys = [found for name, found in reports.items() if name.startswith("wide_dkdv_kernel")]
-        for found, each in zip(of_keys, dkdv_configs_for(*dims), strict=True):
-            # S and dP; dV and dK.
-            channels = sum(each.dims) + each.has_dk * sum(each.v_dims)
-            written = each.has_dk * pieces + each.has_dv * sum(piece > 0 for piece in each.v_dims)
-            assert found["products"] == GROUPS * (channels // 16 + written * 64 // 16), found
-            assert each.shared_memory >= found["shared"]
-            # Triton 3.9 spills an address in the branch for partial tiles at (64, 256).
-            assert found["spilled_in_steps"] <= (dims == (64, 256)), found
-        for each in (*of_keys, of_dq):
-            # Outside of steps: addresses and counts of an item.
-            assert each["spilled"] <= (32 if each is of_dq else 96), each
-            assert each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
-            assert each["direct"] and not each["two_layouts"]
-            assert each["weights"] == [0, 0]
+        check_two_kernels(reports, dims, BLOCK)
         return
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
     assert found["direct"] and found["resident"] and not found["two_layouts"]
+
+
+def check_two_kernels(reports, dims, tile):
+    """Of the backward of wide heads, or in tiles of 64."""
+    of_dq, config = reports["wide_dq_kernel"], dq_config_for(*dims, tile)
+    pieces, groups = sum(piece > 0 for piece in config.dims), config.groups
+    channels = sum(config.dims) + sum(config.v_dims)
+    assert of_dq["products"] == groups * (channels // 16 + pieces * 64 // 16)
+    assert config.shared_memory >= of_dq["shared"] and of_dq["spilled_in_loop"] == 0, of_dq
+    of_keys = [found for name, found in reports.items() if name.startswith("wide_dkdv_kernel")]
+    configs = dkdv_configs_for(*dims, tile)
+    for found, each in zip(of_keys, configs, strict=True):
+        # S and dP; dV and dK.
+        channels = sum(each.dims) + each.has_dk * sum(each.v_dims)
+        written = each.has_dk * pieces + each.has_dv * sum(piece > 0 for piece in each.v_dims)
+        assert found["products"] == groups * (channels // 16 + written * 64 // 16), found
+        assert each.shared_memory >= found["shared"]
+        # Triton 3.9 spills an address in the branch for partial tiles at (64, 256).
+        assert found["spilled_in_steps"] <= (dims == (64, 256)), found
+    for each, its in zip((*of_keys, of_dq), (*configs, config), strict=True):
+        # Outside of steps: addresses and counts of an item.
+        assert each["spilled"] <= (0 if groups == 1 else 32 if each is of_dq else 96), each
+        assert each["warnings"] == [] and each["shared"] <= MOST_MEMORY[its.programs], each
+        assert each["direct"] and not each["two_layouts"] and not each["resident"]
+        assert each["weights"] == [0, 0]
 
 
 def compiled_by_another(dim, dtype, features):

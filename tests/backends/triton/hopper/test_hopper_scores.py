@@ -25,6 +25,7 @@ from tests.backends.triton.hopper.hopper_problems import (
     interpreted,
     scale_of,
     some_problem,
+    some_small_problem,
     wide,
 )
 from tests.compared.exactness import new_memory_is_nan
@@ -63,6 +64,12 @@ def run(case, **how):
 def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, half, shared, seed, programs, rule, cut):
     case = Scored(problem, tuple(kinds), shared, half, fixed=fixed_among(kinds))
     check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
+
+
+@pytest.mark.parametrize(("most_filled", "cut"), [(0.0, cuts.RULE), (1.0, cuts.RULE), (1.0, PARTS)])
+def test_a_sink_is_exact_in_blocks_of_64(most_filled, cut):
+    case = Scored(some_small_problem(), ("sink",), half=False)
+    check_results(case, run(case, most_filled=most_filled, cut=cut))
 
 
 @settings(max_examples=settings().max_examples // 3)

@@ -37,15 +37,15 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
         ("they take head dims that are multiples of 8 up to 256; got D = 64 and Dv = 264", {"dims": (64, 264)}),
         ("their backward supports only a sink above head dim 128; got softcap at D = 256 and Dv = 256",
          {"dims": (256, 256), "backward": True, "changes": ("softcap", "sink")}),
-        ("their backward takes no mask that is made at every step above head dim 128; got D = 192 and Dv = 128",
-         {"dims": (192, 128), "backward": True, "dynamic": True}),
         ("they support only softcap, alibi, log_decay, sink at head dims other than 64, 96 and 128, and where D and Dv "
          "differ; got key_bias at D = 80 and Dv = 80", {"dims": (80, 80), "changes": ("key_bias", "sink")}),
         ("they have no dropout", {"dropout": True}),
         ("they need blocks of 128 x 128 for a mask that is made at every step; got 64 x 128",
          {"dynamic": True, "block": (64, 128)}),
         ("they need blocks of 128 x 128 for a mask that is made at every step; got 64 x 64",
-         {"dynamic": True, "block": (64, 64), "backward": True}),
+         {"dynamic": True, "block": (64, 64), "backward": True, "changes": ("softcap",)}),
+        ("they need blocks of 128 x 128 for a mask that is made at every step; got 64 x 32",
+         {"dynamic": True, "block": (64, 32), "backward": True}),
     ],
 )  # fmt: skip
 def test_the_reason_is_given(reason, change):
@@ -72,7 +72,11 @@ BELOW = "the portable {} is about as fast or faster, its launch included, below 
     ("reason", "change"),
     [
         ("the portable kernels read less memory in blocks of 64 x 128", {"block": (64, 128)}),
-        ("the portable kernels read less memory in blocks of 64 x 64", {"block": (64, 64), "backward": True}),
+        ("the portable kernels read less memory in blocks of 64 x 64",
+         {"block": (64, 64), "backward": True, "changes": ("softcap",)}),
+        ("the portable kernels read less memory in blocks of 64 x 64",
+         {"block": (64, 64), "backward": True, "dynamic": True, "tokens": (65536, 65536)}),
+        ("the portable kernels read less memory in blocks of 32 x 32", {"block": (32, 32), "backward": True}),
         ("the portable kernels read less memory in blocks of 64 x 64", {"block": (64, 64)}),
         ("the portable kernels read less memory in blocks of 64 x 64", {"block": (64, 64), "dynamic": True}),
         (BELOW.format("forward", "1,024", 128, "512"), {"dims": (128, 128), "block": (64, 64), "tokens": (512, 512)}),
@@ -175,6 +179,14 @@ def test_few_queries_of_many_keys_are_served_in_the_forward():
         assert support.yields(asked._replace(dynamic=True)) == said
 
 
+def test_the_backward_of_few_queries_is_theirs_where_they_fill_the_gpu():
+    asked = HALF._replace(dims=(128, 128), tokens=(1024, 65_536), keys=65_536.0, backward=True, heads=16)
+    said = "the portable kernels split the keys of few queries over more programs; got 1,024 queries and 65,536 keys"
+    assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
+    for change in ({"heads": 14}, {"dims": (64, 64)}, {"changes": ("softcap",)}, {"dynamic": True}):
+        assert support.yields(asked._replace(**change)) == said
+
+
 def test_explain_says_what_they_walk():
     q = torch.empty(2, 4, 1000, 64, dtype=torch.bfloat16, device="meta")
     mask = masks.causal(1000, block=128)
@@ -210,19 +222,22 @@ def test_masks_made_at_every_step_are_theirs(tokens, block):
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper" if is_fast else "portable")
     with torch.no_grad():
         found = explain(q, q, q, mask, capability=(9, 0), backend="hopper")
-    assert (found.forward.family, found.backward.family) == ("hopper", "hopper" if block == 128 else None)
-    assert found.kernels[0].tiles == 4 * 4 * tokens // block
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+    tiles = 4 * 4 * tokens // block  # a backward has room for more
+    assert found.kernels[0].tiles == tiles
+    assert {each.walks for each in found.kernels} == {f"tiles of {block} x {block}: the only ones"}
 
 
 def test_who_insists_on_them_learns_before_the_forward_that_there_is_no_backward(monkeypatch):
     monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
     q = torch.zeros(1, 1, 256, 64, dtype=torch.float16, requires_grad=True)
-    mask = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=256, block=64)
+    mask = masks.top_k_blocks(torch.rand(8, 8), k=2, q_len=256, block=32)
     with mock.patch.object(api, "attention", side_effect=AssertionError("the forward")):
-        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* of 128 x 128 for .*; got 64 x 64"):
+        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* of 128 x 128 for .*; got 32 x 32"):
             attention(q, q, q, mask, backend="hopper")
-        with torch.no_grad(), pytest.raises(AssertionError, match="the forward"):
-            attention(q, q, q, mask, backend="hopper")
+        served = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=256, block=64)
+        with pytest.raises(AssertionError, match="the forward"):
+            attention(q, q, q, served, backend="hopper")
 
 
 def test_a_group_that_shares_its_chosen_blocks_needs_little_room():
@@ -260,7 +275,32 @@ def test_the_forward_walks_small_blocks_as_they_are():
     assert (forward.block_m, forward.block_n, forward.num_warps) == (64, 64, 10)
     assert forward.walks == "tiles of 64 x 64: the only ones" and forward.tiles == 2 * 4 * len(mask.indices)
     assert forward.programs == 2 * 4 * 16 // 2  # two items at a time
-    assert backward.walks == "tiles of 128 x 128: the only ones"
+    assert backward.walks == "tiles of 128 x 128: enough of the blocks in live tiles of 128 x 128 are live"
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (80, 128)], ids=str)
+def test_the_backward_walks_scattered_blocks_of_64_as_they_are(dims):
+    q, v = (torch.empty(2, 4, 4096, dim, dtype=torch.bfloat16, device="meta") for dim in dims)
+    mask = masks.random_blocks(4096, count=7, block=64)
+    _, of_keys, of_queries = explain(q, q, v, mask, capability=(9, 0), backend="hopper").kernels
+    assert (of_keys.kernel, of_queries.kernel) == ("dk and dv", "dq")
+    for each in (of_keys, of_queries):
+        assert (each.block_m, each.block_n, each.num_warps) == (64, 64, 5)
+        assert each.walks == "tiles of 64 x 64: too few of the blocks in live tiles of 128 x 128 are live"
+        assert each.tiles == 2 * 4 * 64 * 8
+    assert of_queries.programs == 2 * 4 * 64 and of_keys.programs == 2 * 132  # two at a time a multiprocessor
+
+
+def test_who_serves_scattered_blocks_of_64_is_a_limit_by_head_dim(monkeypatch):
+    asked = HALF._replace(block=(64, 64), backward=True)
+    assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
+    monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(backward_dim_small=96))
+    assert support.yields(asked) == "the portable kernels read less memory in blocks of 64 x 64"
+    assert support.yields(asked._replace(dims=(128, 128))) is None
+    chosen = asked._replace(dims=(128, 128), dynamic=True, tokens=(65536, 65536))
+    assert support.yields(chosen) is not None
+    monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(backward_small_dynamic=True))
+    assert support.yields(chosen) is None
 
 
 def test_a_short_side_does_not_change_the_kernels_of_a_long_one():

@@ -1,37 +1,16 @@
 import warnings
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
 from experiments.benchmarks.distributed.__main__ import app
-from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
 from experiments.benchmarks.distributed.ways import PEER, WAYS
 from experiments.measurements import read
-from sparseflash import distributed
 from tests.processes.forked import execute, ranks
 
 
-def test_a_simulation_records_every_plan(tmp_path):
-    options = ["--pattern", "butterfly", "--pattern", "causal", "--tokens", "16384", "--ranks", "2", "--ranks", "64"]
-    result = CliRunner().invoke(app, ["simulate", *options, "--ranks", "1024", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    found = {each.name.removeprefix("distributed/simulated/"): each for each in read(tmp_path / "distributed.jsonl")[1]}
-    # 128 blocks are too few for 1,024 ranks.
-    assert [name for name in found if name.endswith("plan/host")] == [
-        f"{pattern}/16384-tokens/{ranks}-ranks/plan/host" for pattern in ("butterfly", "causal") for ranks in (2, 64)
-    ]
-    plan = distributed.shard(PATTERNS["butterfly"][0](16384), ranks=2)
-    two, many = (f"butterfly/16384-tokens/{ranks}-ranks" for ranks in (2, 64))
-    sent = plan.traffic(1, 8).sent.mean() * SHAPE.key_bytes / 1e6
-    assert found[f"{two}/sent/keys-mean"].value == pytest.approx(sent)
-    assert found[f"{two}/sent/all-gather"].value == pytest.approx(8192 * 8 * SHAPE.key_bytes / 1e6)
-    assert f"{two}/both/heads" in found and f"{many}/both/heads" not in found  # fewer key heads than ranks
-    assert 0 < found[f"{many}/plan/host"].settings["balance"] <= 1
-
-
 def test_an_unknown_pattern_is_refused(tmp_path):
-    result = CliRunner().invoke(app, ["simulate", "--pattern", "spiral", "--out", str(tmp_path)])
+    result = CliRunner().invoke(app, ["measure", "--pattern", "spiral", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "--pattern must be from butterfly" in result.output
 

@@ -11,7 +11,7 @@ from experiments.benchmarks.huggingface.exactness import Truth, Yardstick, resul
 from experiments.benchmarks.huggingface.generation import DYNAMIC, SAME, STATIC, Way
 from experiments.benchmarks.huggingface.implementations import OURS, with_attention
 from experiments.benchmarks.huggingface.measure import ERROR, FORWARD, STEP, Options, deadline
-from experiments.benchmarks.huggingface.shapes import SHAPES, generating
+from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES
 from experiments.measurements import Measurement, Run, read
 from sparseflash import huggingface, masks
 from sparseflash.testing import compare_results
@@ -163,7 +163,7 @@ def test_rates_count_what_a_batch_has(name, count):
 
 
 def test_generated_tokens_are_compared_with_those_of_eager():
-    model = generating(2, 4, 2, 16, small=True).made(torch.float32, CPU, tokens=140, small=True, check=False)
+    model = GENERATED.made(torch.float32, CPU, tokens=140, small=True, check=False)
     huggingface.register(masks.local(140, window=9, causal=True, block=16), name="near")
     found = generation.same_tokens(model, [Way(OURS, DYNAMIC), Way(OURS, STATIC), Way("near", DYNAMIC)])
     assert [*found.values()][:2] == [SAME, SAME]
@@ -212,7 +212,7 @@ def test_the_command_generates(tmp_path):
 
 
 def test_what_cannot_generate_is_recorded_with_its_reason(bench):
-    model = generating(2, 4, 2, 16, small=True).made(torch.float32, CPU, tokens=60, small=True, check=False)
+    model = GENERATED.made(torch.float32, CPU, tokens=60, small=True, check=False)
     ways = [Way("nothing", DYNAMIC), Way(OURS, STATIC), Way(OURS, DYNAMIC)]
     huggingface.register(masks.local(41, window=9, causal=True, block=16), name="short")
     ways.append(Way("short", DYNAMIC))

@@ -20,6 +20,7 @@ from experiments.benchmarks.io import (
     largest_difference,
 )
 from experiments.measurements import Run, read
+from tests.compiling.uninterpreted import python
 
 CPU = torch.device("cpu")
 SMALL = Case(DENSE, None, 2, 3, 64, 16, 16, "float32")
@@ -39,7 +40,7 @@ def test_ncu_runs_the_case(monkeypatch):
     made = []
     monkeypatch.setattr(io, "calls_of", lambda case, device: made.append(case))
     done = CliRunner().invoke(app, given)
-    assert made == [SMALL] and isinstance(done.exception, AttributeError)  # of None
+    assert made == [SMALL] and isinstance(done.exception, TypeError)  # of None
 
 
 def test_every_density_is_there_once_densest_first():
@@ -76,10 +77,49 @@ def test_ours_backward_by_the_model_is_what_the_programs_read(factors):
     assert cost(case).backward_bytes == 2 * read
 
 
+def test_a_fused_backward_by_the_model_is_what_its_programs_read():
+    case = Case(BUTTERFLY, 2, 1, 2, 1024, 64, 128)
+    kernels = io.Kernels("hopper", "hopper", 128, 128, fused=True)
+    layout = case.mask().to_dense()[0, 0].view(8, 128, 8, 128)[:, 0, :, 0]
+    n, d, e, m = 1024, 64, 2, 128
+    moved = 2 * e * n * d + 12 * n  # delta
+    for column in range(8):
+        moved += 4 * e * m * d  # k, v, dk, dv
+        for _ in range(int(layout[:, column].sum())):
+            moved += 2 * e * m * d + 8 * m  # q, dout and lse, delta
+            moved += 2 * 4 * m * d  # dq so far, and with this tile
+    moved += 4 * n * d + e * n * d  # the sums of dq, rounded
+    assert cost(case, kernels).backward_bytes == 2 * moved
+
+
+def test_the_kernels_that_run_on_a_hopper_gpu_are_known():
+    program = """
+from dataclasses import astuple, replace
+from experiments.benchmarks.io import BUTTERFLY, DENSE, STANDARD, Case, Kernels, cost, kernels_of
+for case in (
+    Case(DENSE, None, 64, 16, 1024, 64, 64), Case(BUTTERFLY, 3, 64, 16, 1024, 64, 128),
+    Case(BUTTERFLY, 4, 64, 16, 1024, 64, 64), Case(BUTTERFLY, 3, 1, 8, 16_384, 32, 128),
+):
+    found = kernels_of(case, (9, 0))
+    print(found.names("forward"), found.names("both"), *astuple(found)[2:])
+    assert cost(case, found).flops == cost(case).flops
+    assert kernels_of(case, None) == kernels_of(replace(case, kind=STANDARD), (9, 0)) == Kernels()
+"""
+    done = python("-c", program)  # where Triton compiles
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "hopper hopper 128 128 True",
+        "hopper hopper 128 128 True",
+        "portable portable, hopper 64 64 False",
+        "portable portable, hopper 64 128 True",
+    ]
+
+
 def test_ours_and_standard_attention_agree():
     assert largest_difference(SMALL, CPU) < 1e-5
     sparse = calls_of(replace(SMALL, kind=BUTTERFLY, factors=0), CPU)
-    assert torch.equal(sparse.forward(), sparse.both()[0])
+    out, gradients = sparse["forward"](), sparse["both"]()
+    assert not out.requires_grad and {x.shape for x in gradients} == {out.shape} and len(gradients) == 3
 
 
 RAW = """==PROF== Connected to process 1

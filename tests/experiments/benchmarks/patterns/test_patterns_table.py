@@ -256,19 +256,6 @@ def test_the_peer_is_asked_for_families_unless_told_otherwise():
     assert included == {"families": names[:1], "all": names[:2], "none": []}
 
 
-def test_the_peer_is_not_asked_after_its_time(tmp_path, no_analysis, monkeypatch):
-    monkeypatch.setattr(flex, "longest", lambda *args, **options: pytest.fail("asked"))
-    results = tmp_path / "rows.json"
-    table.save([ROW], results)
-    options = ["--results", str(results), "--tokens", "64", "--at", "64", "--block", "16", "--peer-minutes", "0"]
-    result = CliRunner().invoke(cli.app, ["table", *options, "--only", "local", "--only", "dense"])
-    assert result.exit_code == 0, result.output
-    assert table.load(results)["local"].eager == ROW.eager
-    assert 'No time for FlexAttention (--peer-minutes): --only "dense" --only "local"' in " ".join(
-        result.output.replace("│", " ").split()
-    )
-
-
 def test_table_command_asks_the_peer_in_both_modes(tmp_path, no_analysis, monkeypatch):
     asked = []
 
@@ -278,10 +265,10 @@ def test_table_command_asks_the_peer_in_both_modes(tmp_path, no_analysis, monkey
 
     monkeypatch.setattr(flex, "longest", longest)
     results = tmp_path / "rows.json"
-    options = ["--results", str(results), "--tokens", "64", "--at", "64", "--block", "16", "--peer-seconds", "3"]
+    options = ["--results", str(results), "--tokens", "64", "--at", "64", "--block", "16"]
     result = CliRunner().invoke(cli.app, ["table", *options, "--only", "local"])
     assert result.exit_code == 0, result.output
-    limits = {"block": 16, "seconds": 3.0, "gigabytes": 8.0}
+    limits = {"block": 16, "seconds": 4.0, "gigabytes": 8.0}
     assert asked == [("local", "eager", limits), ("local", "compiled", limits)]
     row = table.load(results)["local"]
     assert row.eager is None and row.compiled == Peer(1024, 1.0, 1.0, "time")

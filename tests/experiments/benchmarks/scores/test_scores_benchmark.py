@@ -3,7 +3,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
-from experiments.benchmarks.scores import NAMES, app, cases
+from experiments.benchmarks.scores import NAMES, app, case
 from experiments.measurements import read
 from sparseflash import attention, interop, masks
 
@@ -13,10 +13,10 @@ def test_each_case_is_the_same_in_both_libraries():
     q, k, v = (torch.randn(1, 2, 40, 16) for _ in range(3))
     mask = masks.causal(40, block=16)
     block_mask = interop.to_flex(mask)
-    for case in cases(2, mask, torch.float32, NAMES):
-        if case.score_mod is not None:
-            got = attention(q, k, v, mask, scores=case.changes())
-            wanted = flex_attention(q, k, v, score_mod=case.score_mod, block_mask=block_mask)
+    for each in (case(name, 2, mask, torch.float32) for name in NAMES):
+        if each.score_mod is not None:
+            got = attention(q, k, v, mask, scores=each.changes())
+            wanted = flex_attention(q, k, v, score_mod=each.score_mod, block_mask=block_mask)
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 

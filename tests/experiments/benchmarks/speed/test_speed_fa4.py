@@ -50,7 +50,7 @@ def test_lists_and_rule_say_our_mask(kind: str, block: int) -> None:
         assert (create_mask(in_torch, 1, 1, LENGTH, LENGTH, device="cpu") | ~expected).all()
 
 
-@pytest.mark.parametrize("kind", ["butterfly", "random12", "neighborhood"])
+@pytest.mark.parametrize("kind", ["butterfly", "random12", "bigbird"])
 def test_lists_of_small_blocks_are_those_of_the_converter(kind: str) -> None:
     forward, backward = flashattention4.small_blocks(pattern(replace(CASE, kind=kind)))
     given = arguments(kind)

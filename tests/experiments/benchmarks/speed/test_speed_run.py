@@ -85,10 +85,10 @@ def test_groups_are_listed_and_chosen(tmp_path: Path) -> None:
     listed = run("--list").output
     for group, question in GROUPS.items():
         assert f"{group}: {question}\n" in listed
-    result = run(*TINY, "--group", "windows", "--group", "tuned,memory", "--peers", "none", "--out", tmp_path)
+    result = run(*TINY, "--group", "windows", "--group", "dtypes,memory", "--peers", "none", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert {each.name.split("/")[1].partition("-")[0] for each in measured(tmp_path)} == {
-        "window256", "window64", "tuned", "memory"
+        "window256", "window64", "fp32", "tf32", "fp16", "bf16", "memory"
     }  # fmt: skip
 
 
@@ -163,17 +163,11 @@ def test_single_calls_are_counted() -> None:
 
 
 def test_gpu_peers_refuse_a_cpu_with_a_reason() -> None:
-    case = replace(CASES[0].shrunk(64, 16), tuned=True)
+    case = CASES[0].shrunk(64, 16)
     inputs = make_inputs(case, CPU)
     for name in ("flex", "flex-autotune", "fa4", "fa4-deterministic", "sdpa-fa2", "sdpa-cudnn"):
         with pytest.raises(Unavailable, match="needs a CUDA device"):
             PEERS[name](case, pattern(case), inputs)
-
-
-def test_flex_is_tuned_where_it_was_asked_for_only() -> None:
-    case = CASES[0].shrunk(64, 16)
-    with pytest.raises(Unavailable, match="see the group tuned, or give --flex-autotune"):
-        PEERS["flex-autotune"](case, pattern(case), make_inputs(case, CPU))
 
 
 def test_fa4_that_is_not_installed_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from experiments.benchmarks import tune
 from experiments.benchmarks.harness import Bench
-from experiments.benchmarks.tune import __main__ as program
-from experiments.benchmarks.tune.__main__ import app
-from experiments.benchmarks.tune.compiling import Compiled
-from experiments.benchmarks.tune.measuring import Candidates
-from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
+from experiments.benchmarks.tune import (
+    ARITHMETICS,
+    DIMS,
+    KERNELS,
+    Candidates,
+    Compiled,
+    Target,
+    app,
+    candidates,
+    measure,
+)
 from experiments.measurements import Run
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.architecture import architecture_of
@@ -52,15 +59,13 @@ def test_the_table_of_an_architecture(capability, name):
 
 def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
     script = (
-        "import json; from experiments.benchmarks.tune.compiling import compile_one\n"
-        "from experiments.benchmarks.tune.space import Target\n"
-        "from sparseflash.backends.triton.configs import Config\n"
+        "import json; from experiments.benchmarks.tune import Config, Target, compiled\n"
         "target = Target('dq', 'half', 64, True)\n"
         "asked = [(Config(64, 64, 4, 2), 232448), (Config(128, 128, 4, 1), 232448), (Config(64, 64, 4, 2), 40000)]\n"
         "asked.append((Config(128, 128, 4, 1), 232448, True))\n"
-        "found = [compile_one(target, config, 90, *options).why for config, *options in asked]\n"
-        "limited = Target('dk_dv', 'half', 64, True), Config(64, 64, 4, 3, 168), 90, 232448\n"
-        "print(json.dumps([*found, compile_one(*limited).why]))"
+        "found = [compiled(config, target, 90, *options).why for config, *options in asked]\n"
+        "limited = Config(64, 64, 4, 3, 168), Target('dk_dv', 'half', 64, True), 90, 232448\n"
+        "print(json.dumps([*found, compiled(*limited).why]))"
     )
     done = python("-c", script)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -76,22 +81,21 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
 def test_candidates_are_timed_beside_the_shipped_and_checked(kernel, arithmetic):
     bench = Candidates(Target(kernel, arithmetic, 32, False), 64, torch.device("cpu"), kinds=("causal",))
     tried = [Config(16, 32, 1, 1), Config(32, 16, 1, 1)]
-    done = []
-    measured = bench.ratios(tried, rounds=1, round_ms=0.0, progress=done.append)
-    assert done == [1]
-    assert {each.config for each in measured} == set(tried)
-    assert all(each.mean > 0 and each.ratios.keys() == {"causal"} for each in measured)
-    assert measured[0].mean <= measured[1].mean
+    measured = bench.ratios(tried, rounds=1, round_ms=0.0)
+    assert measured.keys() == set(tried)
+    first, second = measured.values()
+    assert first.keys() == second.keys() == {"causal"} and 0 < first["causal"] <= second["causal"]
     assert 0 <= bench.error(tried[0]) <= 1
 
 
 def test_times_over_the_shipped_configuration_are_recorded_and_the_fastest_is_checked(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tune, "CHECKED", 1)
     bench = Bench("tune", Run("CPU", "", {}, "", "", ""), tmp_path, torch.device("cpu"), rounds=1)
     target = Target("forward", "half", 32, False)
-    tried = [Compiled(target, config, None, "") for config in (Config(16, 32, 1, 1), Config(32, 16, 1, 1))]
-    program._time(bench, target, tried, ("causal",), 64)
-    first, second = bench.measurements
+    tried = [Compiled(config, {}, "") for config in (Config(16, 32, 1, 1), Config(32, 16, 1, 1))]
+    measure(bench, target, [*tried, Compiled(Config(64, 64, 4, 1), {}, "spills 8 bytes")], ("causal",), 64)
+    dropped, first, second = bench.measurements
+    assert (dropped.name, dropped.failure) == ("tune/forward/half/32/64x64x4x1-pointers", "spills 8 bytes")
     names = {f"tune/forward/half/32/{each.config}-pointers" for each in tried}
     assert {first.name, second.name} == names and 0 < first.value <= second.value
     assert first.settings["ratios"] == {"causal": pytest.approx(first.value)}
@@ -116,9 +120,8 @@ def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
         (("--kernel", "dv"), "--kernel must be from forward, dk_dv, dq"),
         (("--dim", "48"), "--dim must be from 32, 64, 128, 256"),
         (("--mask", "dense", "--mask", "square"), "--mask must be from dense, causal"),
-        (("--config", "64x128"), "--config: expected queries x keys x warps x stages, then"),
-        (("--config", "64x96x4x2"), "--config: tiles and warps must be powers of two; got '64x96x4x2'"),
-        (("--arch", "80", "--loads", "descriptors", "--compile-only"), "nothing is left to tune"),
+        (("--config", "64x128"), "--config must be as 64x128x8x2, 64x64x4x3x168 or 64x64x4x3q; got '64x128'"),
+        (("--config", "64x96x4x2"), "--config must have powers of two as tiles and warps; got '64x96x4x2'"),
     ],
 )
 def test_options_that_cannot_be_served_are_explained(arguments, message, monkeypatch):

@@ -38,6 +38,16 @@ def test_every_way_comes_about_as_often(setting):
     assert min(found.count(each) for each in ways) > 0.6 * 800 / len(ways)
 
 
+def test_crops_move_an_image_and_its_mirror_image_by_up_to_four_pixels():
+    pixels = np.random.default_rng(1).integers(1, 256, 12 * 12, dtype=np.uint8)
+    found = {turned(pixels, 12, way).tobytes() for way in WAYS["crops"]}
+    expected = set()
+    for image in (pixels.reshape(12, 12), pixels.reshape(12, 12)[:, ::-1]):
+        wide = np.pad(image, 4)
+        expected |= {wide[y : y + 12, x : x + 12].tobytes() for y in range(9) for x in range(9)}
+    assert found == expected and len(found) == len(WAYS["crops"]) == 2 * 81
+
+
 def test_processes_that_share_a_batch_turn_its_images_as_one_would():
     whole = Turning("square", SIDE, 3, 8).ways(5)
     shares = [Turning("square", SIDE, 3, 8, slice(first, first + 4)).ways(5) for first in (0, 4)]

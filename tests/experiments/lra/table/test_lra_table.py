@@ -233,8 +233,8 @@ def test_runs_from_before_a_setting_count_as_those_that_leave_it_alone(tmp_path)
     finished_run(tmp_path / "before", seed=0)
     finished_run(tmp_path / "after", seed=1, augment="none", buckets=False, compiled=False)
     finished_run(tmp_path / "turned", seed=2, augment="square", positions="rotary2d")
-    found = {each.seeds: each.inputs for each in collect(tmp_path)}
-    assert found == {"0 1": "as they are", "2": "turned (square)"}
+    found = {each.seeds: each.helps for each in collect(tmp_path)}
+    assert found == {"0 1": "none", "2": "turned (square)"}
     assert "| turned (square) |" in report.page(Results(accuracies=collect(tmp_path)))
 
 

@@ -1,0 +1,9 @@
+"""Choosing keys at every step: `python -m experiments.benchmarks selection COMMAND`.
+
+- ideas      NSA, MoBA, MSA, DSA, QSA and VSA in their published shapes, choice included, beside dense attention
+- blocks     the cost of choosing blocks, beside peers that are given the blocks
+
+`shapes.py` has the sizes of the ideas, `ways.py` their calls, `dense.py` the peers.
+
+May import the `harness`, `timing` and `speed.peers` of benchmarks, `measurements` and what users of the library import.
+"""

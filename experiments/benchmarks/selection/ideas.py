@@ -1,0 +1,145 @@
+"""`python -m experiments.benchmarks selection ideas`: published shapes, choice included, beside dense attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen, reason
+from experiments.benchmarks.selection import dense
+from experiments.benchmarks.selection.shapes import LENGTHS, PUBLISHED, SMALL, Shape
+from experiments.benchmarks.selection.ways import Case, case_of, dense_ways, flex_ways, own_ways
+from experiments.measurements import Measurement, read
+
+FLEX = "flex-given-the-choice"
+# What is measured first, if the time is short.
+STAGES = (("sparseflash", "sdpa"), ("fa4",), (FLEX,))
+WAYS = [name for stage in STAGES for name in stage]
+LONG = 32_768  # tokens from which a turn is one round: dense attention takes seconds
+
+
+def ideas(
+    out: Out = Path("runs/selection-ideas"),
+    device: Device = "cuda",
+    idea: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(PUBLISHED)}.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Lengths, in this order.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(WAYS)}.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Begin nothing that may end later.")] = None,
+    small: Annotated[bool, typer.Option("--small", help="Small layers of 128 tokens, to try it.")] = False,
+    commit: Commit = None,
+) -> None:
+    """Measure NSA, MoBA, MSA, DSA, QSA and VSA, choice included, beside dense attention of the same heads.
+
+    Run it again with the same --out to continue: what the file has is not measured again.
+    """
+    shapes = SMALL if small else PUBLISHED
+    named, wanted = chosen("--idea", idea, shapes), chosen("--way", way, WAYS)
+    lengths = tokens or ([128] if small else list(LENGTHS))
+    bench = Bench.start("selection", device, commit, out, round_ms=0.0 if small else 60.0)
+    continue_(bench)
+    left = Limit(minutes)
+    dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    for stage in STAGES:
+        for length in lengths:
+            for name in named:
+                missing = [each for each in stage if each in wanted and not has(bench, f"{name}/{length}", each)]
+                if missing and left.begin(f"{name} at {length} tokens: {', '.join(missing)}"):
+                    measure(bench, f"{name}/{length}", shapes[name], length, missing, dtype)
+                    left.end()
+    for each in crossings(bench.measurements):
+        bench.add(*each[:3], failure=each[3])
+    bench.finish()
+
+
+class Limit:
+    """Whether there is time for one more, which takes at most as long as the longest so far."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self.stop = None if minutes is None else time.monotonic() + 60 * minutes
+        self.longest, self.began = 0.0, 0.0
+
+    def begin(self, what: str) -> bool:
+        self.began = time.monotonic()
+        if self.stop is None or self.began + self.longest < self.stop:
+            return True
+        print(f"no time for {what}", flush=True)
+        return False
+
+    def end(self) -> None:
+        self.longest = max(self.longest, time.monotonic() - self.began)
+
+
+def continue_(bench: Bench) -> None:
+    """Takes over what the file has. Raises BadParameter if the file is of another GPU or commit."""
+    if not bench.path.exists():
+        return
+    run, measurements = read(bench.path)
+    for what in ("device", "commit", "versions"):
+        found, now = getattr(run, what), getattr(bench.run, what)
+        if found != now:
+            raise typer.BadParameter(
+                f"--out must be a new file, or one with the {what} {now}; {bench.path} has {found}."
+            )
+    bench.measurements = [replace(each, run=None) for each in measurements if "/faster-from/" not in each.name]
+
+
+def has(bench: Bench, case: str, way: str) -> bool:
+    return any(each.name == f"{bench.name}/{case}/forward/{way}" for each in bench.measurements)
+
+
+def measure(bench: Bench, path: str, shape: Shape, tokens: int, names: Sequence[str], dtype: torch.dtype) -> None:
+    """Times these ways in turns; what cannot be made is recorded as failed."""
+    bench.rounds = 1 if tokens >= LONG else 3
+    ways: dict[str, Way] = {}
+    case = case_of(shape, tokens, bench.device, dtype)
+    for name in names:
+        try:
+            ways |= _ways(case, name)
+        except Exception as failure:
+            for which in ("forward", "both"):
+                bench.add(f"{path}/{which}/{name}", None, "ms", failure=reason(failure))
+    bench.time(path, ways)
+    del case, ways
+    bench.timed = {}
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _ways(case: Case, name: str) -> Mapping[str, Way]:
+    if name == "sparseflash":
+        return own_ways(case)
+    if name == FLEX:
+        return flex_ways(case, name)
+    return dense_ways(case, name, {"sdpa": dense.sdpa, "fa4": dense.fa4}[name])
+
+
+def crossings(measurements: Sequence[Measurement]) -> Iterator[tuple[str, int | None, str, str]]:
+    """The length from which each idea is faster than every dense attention: path, tokens, unit, and why there is none.
+
+    Of the lengths where all were measured, it is the smallest of which all longer ones are faster, too.
+    """
+    found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for each in measurements:
+        _, idea, length, which, way = each.name.split("/")
+        if each.value is not None and which != "choice":
+            found.setdefault((idea, which), {}).setdefault(int(length), {})[way] = each.value
+    for (idea, which), lengths in found.items():
+        first, most = None, 0
+        for length, ms in sorted(lengths.items(), reverse=True):
+            own = [value for way, value in ms.items() if way.startswith("sparseflash")]
+            peers = [value for way, value in ms.items() if way in ("sdpa", "fa4")]
+            if not own or not peers:
+                continue
+            most = most or length
+            if min(own) >= min(peers):
+                break
+            first = length
+        if most:
+            why = "" if first else f"not up to {most} tokens"
+            yield f"{idea}/faster-from/{which}/sparseflash", first, "tokens", why

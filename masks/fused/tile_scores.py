@@ -1,0 +1,62 @@
+"""Scores of the blocks of keys of one tile, for the choices of `select` and of `block_scores`: a jit function."""
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.device_functions.arithmetic import floor_divide
+
+
+@triton.jit
+def scores_of_blocks(
+    q, k_ptr, row, first, last, position, begin, stop, col_start, block_start, rows, cols, blocks, sinks, near,
+    column_tokens, factor, k_stride_n,
+    ROWS: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr,
+    PADDED_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CANDIDATES: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """fp32 [LISTS, CANDIDATES]: the highest score of each block of a tile of BLOCK_N columns from `col_start` on.
+
+    It is inf for blocks that a list always has, and -inf for blocks that it must not have.
+
+    q: a tile of BLOCK_M rows, of which ROWS are a list. row, position: [BLOCK_M], and the last key that each may see.
+    first, last: [LISTS], the positions of the first and the last query of each list. begin, stop: [BLOCK_M], the keys
+    of the document of each row, if DOCUMENTS.
+    """
+    LISTS: tl.constexpr = BLOCK_M // ROWS
+    dims = tl.arange(0, PADDED_D)
+    col = col_start + tl.arange(0, BLOCK_N)
+    wide_col = col
+    if FAR:
+        wide_col = col.to(tl.int64)
+    k = tl.load(
+        k_ptr + (wide_col * k_stride_n)[:, None] + dims[None, :], mask=(col < cols)[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )  # fmt: skip
+    scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
+    live = (row < rows)[:, None] & (col < cols)[None, :] & (scores == scores)
+    token = (col * column_tokens)[None, :]
+    if CAUSAL:
+        live = live & (token <= position[:, None])
+    if DOCUMENTS:
+        live = live & (token >= begin[:, None]) & (token < stop[:, None])
+    scores = tl.where(live, scores, float("-inf"))
+    of_blocks = tl.max(scores.reshape(LISTS, ROWS, CANDIDATES, BLOCK_N // CANDIDATES), 3)
+    found = tl.minimum(tl.max(of_blocks, 1), 3.4028234663852886e38)
+
+    tokens = SPAN * column_tokens
+    block = block_start + tl.arange(0, CANDIDATES)[None, :]
+    own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
+    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)  # empty without `near`
+    close = (block > own_first[:, None] - near) & (block < near_end[:, None])
+    is_open = block < blocks
+    if CAUSAL:
+        is_open = is_open & (block * tokens <= last[:, None])
+    origin = 0
+    if DOCUMENTS:
+        # Documents begin at multiples of a list and of a block, so all rows of a list are of one.
+        of_list = tl.max(begin.reshape(LISTS, ROWS), 1)[:, None]
+        is_open = is_open & (block * tokens >= of_list)
+        is_open = is_open & (block * tokens < tl.max(stop.reshape(LISTS, ROWS), 1)[:, None])
+        origin = of_list // tokens
+    forced = ((block < origin + sinks) | close) & is_open
+    return tl.where(forced, float("inf"), found)

@@ -1,0 +1,89 @@
+"""The choice by kernels, in Triton's interpreter, is the choice by PyTorch's operations."""
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.selection import choice
+from sparseflash.selection.choice import Candidates, best_blocks, by_operations, summed
+from tests.drawn.masks import SEEDS
+from tests.masks.chosen_blocks import by, coarse, distinct, generator
+from tests.selection.layers import KINDS, example_of, sequence
+
+
+def candidates(rows, blocks, seed):
+    ends = torch.randint(0, blocks + 1, (2, rows), generator=generator(seed)).sort(0).values.to(torch.int32)
+    return Candidates(*ends)
+
+
+@given(
+    st.integers(1, 4), st.integers(1, 90), st.integers(1, 100), st.integers(0, 2), st.integers(0, 2),
+    st.sampled_from([coarse, distinct]), st.integers(1, 300), SEEDS,
+)  # fmt: skip
+@example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)  # several parts of a row
+@example(2, 5000, 700, 0, 0, distinct, 1 << 20, 1)
+def test_the_largest_of_a_row_are_those_of_a_sort(rows, blocks, k, first, last, make, at_once, seed):
+    scores = make((2, 3, rows, blocks), seed)
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a sort takes NaN for the largest
+    of = candidates(rows, blocks, seed)
+    found = {}
+    for way in ("operations", "kernels"):
+        with by(way):
+            found[way] = best_blocks(
+                lambda part: scores[:, :, part], of, blocks=blocks, k=k, per_row=choice.AT_ONCE // at_once,
+                first=first, last=last,
+            )  # fmt: skip
+    assert found["kernels"].shape == (2, 3, rows, min(k, blocks))
+    assert torch.equal(found["kernels"], found["operations"])
+
+
+def test_nan_is_not_chosen_and_minus_zero_equals_zero():
+    scores = torch.tensor([math.nan, -0.0, 0.0, -math.inf, -0.0, -1.0]).view(1, 1, 1, 6)
+    of = Candidates(torch.tensor([0], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))
+    with by("kernels"):
+        for k, want in ((2, [1, 2]), (4, [1, 2, 4, 5]), (6, [1, 2, 4, 5, -1, -1])):
+            assert best_blocks(lambda _: scores, of, blocks=6, k=k, per_row=1).flatten().tolist() == want
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 70), st.sampled_from([(1, 1), (4, 1), (4, 2)]), st.sampled_from([3, 16]),
+    st.sampled_from([None, 0.7, -0.7]), st.sampled_from([torch.float32, torch.float16]), SEEDS,
+)  # fmt: skip
+def test_scores_summed_over_heads_are_those_of_operations(rows, keys, heads, dim, scale, dtype, seed):
+    q, k, factors = (
+        torch.randn(2, *shape, generator=generator(seed + i)).to(dtype)
+        for i, shape in enumerate([(heads[0], rows, dim), (heads[1], keys, dim), (heads[0], rows)])
+    )
+    of, part = candidates(rows, keys, seed), slice(rows // 3, rows)
+    number = torch.arange(keys)
+    live = (number >= of.begins[part, None]) & (number < of.stops[part, None])
+    if scale is not None:  # some queries have no key
+        factors = torch.where(of.begins < of.stops, factors.float(), -torch.inf)
+    with by("kernels"):
+        got = summed(q, k, factors, of, part, scale=scale)
+    weights = None if scale is None else (scale, of, part)
+    want = by_operations(q[:, :, part].double(), k.double(), factors[:, :, part].double(), weights)
+    if scale is None:  # weights are 0 there
+        got, want = got.masked_fill(~live, 0.0), want.masked_fill(~live, 0.0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind, sums):
+    layer, x = example_of(kind).float(), sequence(100, 1).float()
+    outs = []
+    for way in ("operations", "kernels"):
+        with (
+            by(way),
+            torch.no_grad(),
+            mock.patch.object(Launch, "start", autospec=True, side_effect=Launch.start) as start,
+        ):
+            outs.append(layer(x, cu_seqlens=sums))
+        assert start.called == (way == "kernels")
+    torch.testing.assert_close(*outs)
