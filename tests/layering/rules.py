@@ -24,7 +24,8 @@ _LIBRARY = {
     "__main__.py": "cli",
     # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
-    "decode.py": "backends backends/cached.py backends/triton/decode blockmask decode_checks.py scores validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask "
+    "decode_checks.py scores validation.py",
     "decode_checks.py": "backends/cached.py blockmask validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
@@ -120,9 +121,10 @@ _EXPERIMENTS = {
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     # The benchmarks of one file.
-    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py training/layers PUBLIC",
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
