@@ -120,7 +120,7 @@ _EXPERIMENTS = {
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     # The benchmarks of one file.
-    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py training/layers PUBLIC",
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks:timing": "training",
@@ -134,6 +134,7 @@ _EXPERIMENTS = {
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
