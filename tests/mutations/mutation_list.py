@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "decode: a repeated page counts twice",
-        "sparseflash/decode.py",
+        "sparseflash/decode_checks.py",
         "return pages.masked_fill(again, -1)",
         "return pages",
         "tests/test_decode.py::test_a_page_that_is_chosen_twice_counts_once",
