@@ -259,7 +259,8 @@ def in_registers(x):
 
 @gluon.jit
 def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr):
-    """acc + x y over the first USED + REST channels, in flight. The other channels hold zeros. acc counts if `use_acc`.
+    """Starts the product acc + x y over the first USED + REST channels; the other channels hold zeros. acc counts as 0
+    unless `use_acc`.
 
     A piece begins at a multiple of 64 channels, where a swizzled tile has a new row of shared memory.
     """
@@ -367,9 +368,9 @@ def weights_of(
 
 @gluon.jit
 def store_part(parts_ptr, part, x, IS_DV: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr):
-    """Writes channels from FIRST on of dk or dv of a part of an item, in fp32 rows of D. From
-    registers: one buffer of dq is too small for dk at D=128,
-    and the senders use both.
+    """Writes channels from FIRST on of dk or dv of a part of an item, in fp32 rows of D.
+
+    It writes from registers, because at D=128 dk does not fit into one buffer of dq, and the senders use both buffers.
     """
     LAYOUT: gl.constexpr = x.type.layout
     key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT)), gl.int64)

@@ -94,8 +94,10 @@ def store_rows(x, x_ptr, first_row, stride, rows, FIRST: gl.constexpr, DIM: gl.c
 
 @gluon.jit
 def unknown(number):
-    """A whole number that the compiler takes for one that changes at every step. As the index of tiles that stay the
-    same, it keeps the descriptors of their products in the loop. Triton 3.6 would make them before it, and spill them.
+    """`number`, hidden from the compiler, which then assumes that it changes at every step.
+
+    It is used as an index of tiles that stay the same. With a constant index, Triton 3.6 would compute the descriptors
+    of these tiles for matrix instructions before the loop, and spill them.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
