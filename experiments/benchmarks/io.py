@@ -134,11 +134,10 @@ def kernels_of(case: Case, capability: tuple[int, int] | None) -> Kernels:
     q = torch.empty(case.batch, case.heads, case.length, case.head_dim, dtype=case.numbers)
     found = explain(q, q, q, None if case.kind == DENSE else case.mask(), capability=capability)
     assert found.forward is not None and found.backward is not None
-    tiles = {each.kernel: each for each in found.kernels}
-    fused = tiles.get("dk, dv and dq")
-    held = fused.block_n if fused is not None else tiles["dk_dv"].block_n
+    (forward,) = (each for each in found.kernels if each.kernel == "forward")
+    (of_keys,) = (each for each in found.kernels if each.kernel.startswith("dk"))
     names = str(found.forward.family), str(found.backward.family)
-    return Kernels(*names, tiles["forward"].block_m, held, fused is not None)
+    return Kernels(*names, forward.block_m, of_keys.block_n, fused=of_keys.kernel.endswith("dq"))
 
 
 def cost(case: Case, kernels: Kernels | None = None) -> Cost:
