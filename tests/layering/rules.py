@@ -24,8 +24,8 @@ _LIBRARY = {
     "__main__.py": "cli",
     # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
-    "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask decode_checks.py "
-    "scores validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask "
+    "decode_checks.py scores validation.py",
     "decode_checks.py": "backends/cached.py blockmask validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
