@@ -112,7 +112,7 @@ def _assemble(
         rows, cols, tile = rows[order], cols[order], tile[order]
         if not _in_order(rows, cols):
             raise ValueError("a tile must not be listed twice.")
-    # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once.
+    # # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once.
     special, ends_of = tile > 0, []
     if q_len % block_q:
         ends_of.append((1, (rows if patterns == 1 else rows % row_blocks) == row_blocks - 1))
