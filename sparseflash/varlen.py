@@ -255,8 +255,8 @@ def _mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """A new number whenever what a pattern captures has changed. 0 for a function of this library, and for an object
-    that itself says what it equals.
+    """A new number whenever values that a pattern captures have changed. 0 for a function of this library, and for an
+    object that defines its own equality.
     """
     kind: Any = type(pattern)
     if kind is FunctionType and str(pattern.__module__).startswith("sparseflash."):

@@ -174,5 +174,5 @@ TABLES = {
 TEXTS: dict[str, Callable[[], str]] = {
     "triton-versions": versions.sentence, "compile/fits": compiled.fits, "compile/spills": compiled.spills,
 }  # fmt: skip
-# Tables of files that are no runs; those of ideas that were tried are named tried/TOPIC/SECTION.
+# Tables of files that are no runs; the tables of tried ideas are named tried/TOPIC/SECTION.
 FILES: dict[str, Callable[[], str]] = {"compile/forwards": compiled.forwards}

@@ -10,7 +10,7 @@ One warp loads. Each of GROUPS warpgroups holds ROWS queries, and computes for K
     S = Q K^T - lse,  P = exp(S),  dP = dO V^T - delta,  dS = P * dP,  dQ += dS K
 
 dS goes from registers to the product with K. The products of one warpgroup run under the exponentials of the other. No
-program waits for another, and the order of additions is that of the list. A tile of the lists has GROUPS * ROWS queries
+program waits for another, and additions have the list's order. A tile of the lists has GROUPS * ROWS queries
 and as many keys; GROUPS is 1 for a mask in blocks of 64 x 64, as in `wide_dkdv.py`.
 
 Head dims that are not a power of 2 have two pieces, as in `forward.py`.
