@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends import cached
 from sparseflash.backends.direct import is_plain_call
+from sparseflash.backends.triton import native
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import integer
 from sparseflash.blockmask.cache import BoundedDict
@@ -226,25 +227,22 @@ def _refuse_change(kind: str) -> NoReturn:
 
 def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend: str | None) -> Any:
     """All that the checks and launches of a plain half-precision call depend on; else None. See `call_cache.py`."""
-    given = [x for x in tensors if x is not None]
-    q = tensors[0]
-    if not (isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16) and is_plain_call(*given)):
+    q, table = tensors[0], tensors[5]
+    if not (isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16) and is_plain_call()):
         return None
     if not (backend == "triton" or (backend is None and q.is_cuda)) or not _INTEGERS.issuperset(map(type, numbers)):
         return None
     if not (scale is None or (type(scale) is float and scale >= 0)):
         return None
+    given = [x for x in tensors if x is not None]
+    layouts = native.module().layouts(*given)
+    if layouts is None or q.ndim == 0:  # not plain, or without memory of its own: the checks refuse some of these
+        return None
     if torch.is_grad_enabled() and any([x.requires_grad for x in given]):
         return None
-    try:
-        if q.stride(-1) != 1 or not (tensors[5] is None or tensors[5].is_contiguous()):  # which are copied first
-            return None
-        layouts = [
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors
-        ]  # fmt: skip
-    except (RuntimeError, IndexError):  # a sparse or nested tensor, or one without dimensions: the checks refuse it
+    if q.stride(-1) != 1 or not (table is None or table.is_contiguous()):  # which are copied first
         return None
-    return *layouts, *numbers, scale
+    return layouts, tensors[4] is None, table is None, *numbers, scale
 
 
 def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k: int, page: int) -> Tensor:

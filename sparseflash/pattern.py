@@ -27,7 +27,7 @@ def check_pattern(pattern: object) -> None:
 
 def _call(pattern: Pattern | None, q_len: int, k_len: int, **_: Any) -> None:
     if callable(pattern):
-        if _is_rule(pattern):
+        if is_rule(pattern):
             call_rules(2, pattern)
         else:
             pattern(q_len) if q_len == k_len else pattern(q_len, k_len)
@@ -47,9 +47,14 @@ def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: B
             key are at the same position. None: all scores are live.
         block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
     """
+    return made_for(pattern, is_rule(pattern), q_len, k_len, block)
+
+
+def made_for(pattern: Pattern | None, rule: bool, q_len: int, k_len: int, block: Block) -> BlockMask:
+    """`mask_of_lengths` outside of compiled code, for many lengths. rule: whether `is_rule(pattern)`."""
     if pattern is None:
         return BlockMask.dense(q_len, k_len, block=block)
-    if _is_rule(pattern):
+    if rule:
         # Positions count from 0 at whichever side is longer.
         first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
         return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
@@ -62,8 +67,10 @@ def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: B
     return mask
 
 
-def _is_rule(pattern: Pattern) -> bool:
-    """Whether a function takes two positions, and not one length."""
+def is_rule(pattern: Pattern | None) -> bool:
+    """Whether a function takes two positions, and not one length; False for None."""
+    if pattern is None:
+        return False
     try:
         parameters = inspect.signature(pattern).parameters.values()
     except ValueError:  # of a function in C, such as torch.ge
@@ -78,4 +85,4 @@ def _is_rule(pattern: Pattern) -> bool:
     return len(needed) == 2
 
 
-constant(_is_rule)
+constant(is_rule)

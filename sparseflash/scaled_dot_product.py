@@ -116,9 +116,7 @@ def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
             "query, key and value must have the same number of dimensions, [..., heads, tokens, head dim]; " + shown
         )
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in every]
-    is_shared = (
-        heads[1] == heads[2] and heads[0] >= heads[1]
-    )  # each key head is of one query head or of several
+    is_shared = heads[1] == heads[2] and heads[0] >= heads[1]  # each key head is of one query head or of several
     if is_shared and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         return every  # what nearly all calls have
     try:

@@ -19,13 +19,17 @@ from sparseflash.blockmask.ops.place import place
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
 from sparseflash.masks.causal import causal
+from sparseflash.masks.chunked import chunked
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
-from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
+from sparseflash.masks.local import dilated, local
+from sparseflash.masks.streaming import a_shape, streaming
+from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
+_NESTED = (causal, local, dilated, chunked, streaming, a_shape)  # the mask of n tokens begins that of more
 _masks = BoundedDict(32)  # by lengths, pattern, its version, block and device
 _versions = BoundedDict(32)  # of patterns: what they captured when their masks were made, and a number for it
 _numbers = count(1)
@@ -279,6 +283,24 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
         rule, options = pattern.func, pattern.keywords
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
         return documents(q_sizes, k_sizes, causal=rule is causal, **options)
-    of_size = {size: mask_of_lengths(pattern, *size, block=block) for size in dict.fromkeys(sizes) if 0 not in size}
-    parts = [(of_size[size], *start) for size, start in zip(sizes, zip(q_sums, k_sums)) if size in of_size]
+    by_rule = is_rule(pattern)
+    nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(("q_len", "k_len")))
+    made_of = _longest_of(sizes) if nested else {size: size for size in sizes if 0 not in size}
+    masks = {size: made_for(pattern, by_rule, *size, block) for size in dict.fromkeys(made_of.values())}
+    starts = zip(q_sums, k_sums)
+    parts = [(masks[made_of[size]], *start, *size) for size, start in zip(sizes, starts) if size in made_of]
     return place(parts, q_sums[-1], k_sums[-1])
+
+
+def _longest_of(sizes: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
+    """The length whose mask begins with the mask of each length, for a pattern whose masks are nested.
+
+    A few times as long at most, so that few of its tiles are left out. Different numbers of queries and keys have a
+    mask of their own, because it begins at other positions.
+    """
+    longest: dict[int, int] = {}
+    for q_size, k_size in sizes:
+        if q_size == k_size:
+            power = q_size.bit_length()
+            longest[power] = max(q_size, longest.get(power, 0))
+    return {(q, k): (longest[q.bit_length()],) * 2 if q == k else (q, k) for q, k in dict.fromkeys(sizes) if q and k}

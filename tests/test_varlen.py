@@ -2,6 +2,8 @@ import re
 from cProfile import Profile
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +17,11 @@ import sparseflash
 from sparseflash import BlockMask, attention, attention_varlen, masks, scores, testing
 from sparseflash.blockmask import running_sums
 from sparseflash.blockmask.ops.place import place
+from sparseflash.pattern import mask_of_lengths
 from sparseflash.scores.change import scores_of
 from sparseflash.scores.positions import Packed, places_of
 from sparseflash.varlen import varlen_mask
-from tests.drawn.masks import SEEDS, blocks
+from tests.drawn.masks import SEEDS, block_masks, blocks
 from tests.watched.waiting import waiting_raises
 
 
@@ -91,6 +94,48 @@ def test_the_mask_is_block_diagonal(sizes, equal, name):
 
 
 BLOCKS = blocks((16, 32, 128))
+
+
+NESTED = {
+    "causal": partial(masks.causal, offset=-2),
+    "window": partial(masks.local, left=30, right=5),
+    "dilated": partial(masks.dilated, window=9, dilation=3),
+    "chunked": partial(masks.chunked, chunk=20, causal=True),
+    "streaming": partial(masks.streaming, window=17, sink=3),
+    "a_shape": partial(masks.a_shape, sink=2, local=25),
+    "rule": lambda q, k: (k <= q) & ((q - k) % 7 < 3),
+}
+
+
+@given(SIZES, st.sampled_from(list(NESTED)), BLOCKS)
+@example([(300, 300), (40, 40), (1, 1), (33, 33)], "rule", (16, 32))
+def test_masks_that_begin_those_of_longer_sequences_are_placed_in_parts(sizes, name, block):
+    pattern = NESTED[name] if name == "rule" else partial(NESTED[name], block=block)
+    sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
+    lengths = [stop - start for start, stop in pairwise(sums)]
+    found = varlen_mask(sums, pattern=pattern, block=block) if sums[-1] else None
+    parts = [(mask_of_lengths(pattern, n, n, block=block), at, at) for n, at in zip(lengths, sums) if n]
+    assert found is None or found == place(parts, sums[-1], sums[-1])
+
+
+@pytest.mark.parametrize("pattern", [partial(masks.local, window=20, block=32), window_rule])
+def test_masks_are_made_for_few_lengths(pattern):
+    with mock.patch.object(varlen, "made_for", side_effect=varlen.made_for) as made:
+        varlen_mask(np.cumsum([0, *range(1, 400)]), pattern=pattern, block=32)
+    assert [call.args[2] for call in made.call_args_list] == [1, 3, 7, 15, 31, 63, 127, 255, 399]
+
+
+@given(block_masks(60), st.data())
+def test_a_part_of_a_mask_is_placed_as_if_it_were_cropped(mask, data):
+    mask = mask.select(batch=0).bake_lengths() if mask.shape[0] > 1 else mask.bake_lengths()
+    parts, q_stop, k_stop = [], 0, 0
+    for _ in range(data.draw(st.integers(1, 3))):
+        q_len, k_len = (data.draw(st.integers(1, most)) for most in (mask.q_len, mask.k_len))
+        q_start, k_start = (at + data.draw(st.integers(0, 40)) for at in (q_stop, k_stop))
+        parts.append((mask, q_start, k_start, q_len, k_len))
+        q_stop, k_stop = q_start + q_len, k_start + k_len
+    cropped = [(mask.crop(q=(0, q_len), k=(0, k_len)), *start) for _, *start, q_len, k_len in parts]
+    assert place(parts, q_stop, k_stop) == place(cropped, q_stop, k_stop)
 
 
 @given(SIZES, st.booleans(), BLOCKS)

@@ -1,7 +1,9 @@
-"""Measured numbers that stand in a page by hand: outside of marks, beside a unit that only measurements have."""
+"""Measured numbers that stand in a page, or in a docstring, by hand: outside of marks, beside a unit that only
+measurements have."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -32,6 +34,18 @@ def handwritten(path: Path, allowed: tuple[str, ...] | None = None) -> list[str]
     text = "".join(piece if kind == "text" else re.sub(r"[^\n]", " ", piece) for kind, piece in pieces_of(text))
     found = [(each.start(), each[0]) for rule in (MEASURED, CELL) for each in rule.finditer(text)]
     return [f"{name}:{text.count(chr(10), 0, at) + 1}: {' '.join(number.split())}" for at, number in sorted(found)]
+
+
+def in_docstrings(path: Path) -> list[str]:
+    """The measured numbers in the docstrings of a module, without a ratio that has no unit, each with its line."""
+    name, found = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name, []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            words = re.sub(r"\n +", "\n", ast.get_docstring(node, clean=False) or "")
+            for each in MEASURED.finditer(words):
+                line = node.body[0].lineno + words.count("\n", 0, each.start())
+                found.append(f"{name}:{line}: {' '.join(each[0].split())}")
+    return found
 
 
 def _blank(found: re.Match[str]) -> str:

@@ -25,7 +25,7 @@ from experiments.benchmarks.harness import Bench, Commit, Out, Rounds, Way
 from experiments.benchmarks.timing import first_call
 from sparseflash import masks
 
-# The calls, in the order of the table. All but the last four have a causal mask made before.
+# The calls, in the order of the table. All but the last five have a causal mask made before.
 INFERENCE = "inference"
 FORWARD = "forward-gradients-wanted"  # the graph is made, and dropped
 BOTH = "forward-and-backward"
@@ -35,10 +35,13 @@ BOTH_HERE = "forward-and-backward-one-thread"
 LENGTHS = "new-lengths-and-a-call"
 # Ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`.
 MASK = "new-causal-mask-and-a-call"
+# A mask that differs at every call. Ours: `masks.local`; SDPA: a Boolean mask; FlexAttention: `create_block_mask` of a
+# rule that reads the window.
+WINDOW = "another-window-and-a-call"
 # Ours: `masks.top_k_blocks`; FlexAttention: `topk` and `BlockMask.from_kv_blocks`, in blocks of 128; SDPA has no
 # blocks.
 CHOICE = "top-k-blocks-and-a-call"
-WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, CHOICE)
+WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, WINDOW, CHOICE)
 # Seconds in a new process: a forward and backward, then another with a second head dim, then inference with a third.
 FIRST_CALLS = ("first-forward-and-backward", "the-same-of-another-head-dim", "inference-a-third-head-dim")
 
@@ -69,12 +72,14 @@ Call = Callable[[], object]
 # The fourth tensor: lengths, or scores of blocks, new in each call.
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 AttentionOver = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+AttentionIn = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Implementation(NamedTuple):
     causal: Attention
     with_lengths: AttentionOver
     newly_causal: Attention
+    in_window: AttentionIn
     chosen: AttentionOver | None
 
 
@@ -84,6 +89,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     size = (shape.batch,)
     # More than any cache holds.
     lengths = cycle([torch.randint(1, shape.tokens, size, dtype=torch.int32, device=device) for _ in range(512)])
+    windows = cycle(range(1, shape.tokens + 1))  # of which none comes again while it is in a cache
     scores = shape.scores(device)
 
     def inference() -> None:
@@ -105,6 +111,10 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
         with torch.no_grad():
             implementation.newly_causal(q, k, v)
 
+    def window() -> None:
+        with torch.no_grad():
+            implementation.in_window(q, k, v, next(windows))
+
     def choice() -> None:
         assert implementation.chosen is not None
         with torch.no_grad():
@@ -117,6 +127,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
         BOTH_HERE: both_here,
         LENGTHS: new_lengths,
         MASK: new_mask,
+        WINDOW: window,
     }
     return calls if implementation.chosen is None else calls | {CHOICE: choice}
 
@@ -134,6 +145,9 @@ def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
         lambda q, k, v: sparseflash.attention(q, k, v, standing),
         lambda q, k, v, lengths: sparseflash.attention(q, k, v, standing.with_lengths(lengths)),
         lambda q, k, v: sparseflash.attention(q, k, v, masks.causal(n, block=block).to(device)),
+        lambda q, k, v, window: sparseflash.attention(
+            q, k, v, masks.local(n, window=window, causal=True, block=block).to(device)
+        ),
         chosen,
     )
 
@@ -149,7 +163,10 @@ def sdpa_calls(shape: Shape, device: torch.device) -> Implementation:
         live = lower & (tokens < lengths[:, None])[:, None, None, :]
         return scaled_dot_product_attention(q, k, v, live)
 
-    return Implementation(causal, with_lengths, causal, None)
+    def in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, lower & (tokens[:, None] - tokens < window))
+
+    return Implementation(causal, with_lengths, causal, in_window, None)
 
 
 def flex_calls(shape: Shape, device: torch.device) -> Implementation:
@@ -174,6 +191,15 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
         current.copy_(lengths)
         return attend(q, k, v, block_mask=mask_of(rule_with_lengths, shape.batch))
 
+    current_window = torch.empty((), dtype=torch.int32, device=device)
+
+    def rule_with_window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q - k < current_window)
+
+    def in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+        current_window.fill_(window)
+        return attend(q, k, v, block_mask=mask_of(rule_with_window))
+
     causal_blocks = torch.ones(blocks, blocks, dtype=torch.bool, device=device).tril()
     own = torch.eye(blocks, dtype=torch.bool, device=device)
 
@@ -191,6 +217,7 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
         lambda q, k, v: attend(q, k, v, block_mask=standing),
         with_lengths,
         lambda q, k, v: attend(q, k, v, block_mask=mask_of(rule)),
+        in_window,
         chosen,
     )
 

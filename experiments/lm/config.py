@@ -31,8 +31,8 @@ class Config:
 
     pattern: str = setting(
         "dense",
-        "dense, local, butterfly or bigbird; moba, blocks that each query chooses at every step; a pattern of the "
-        "library, 'streaming(n, window=64, sink=4)' for n tokens; or your own, mine.py:rule. | joins patterns, / "
+        "dense, local, butterfly or bigbird; moba, msa or nsa, blocks that each query chooses at every step; a pattern "
+        "of the library, 'streaming(n, window=64, sink=4)' for n tokens; or yours, mine.py:rule. | joins patterns, / "
         "separates groups of heads, commas separate alternating layers: 'local,dense' or 'local|butterfly'. Keys after "
         "their query are dropped.",
     )
@@ -109,7 +109,7 @@ class Config:
             )
         if has_choices(self.pattern):
             for name, allowed in (
-                ("documents", ("joined",)), ("context_parallel", (1,)), ("recorded", (False,)),
+                ("documents", ("joined",)), ("context_parallel", (1,)), ("recorded", (False,)), ("recompute", (False,)),
                 ("compiled", ("none", "block")), ("attention", ("sparseflash",)),
             ):  # fmt: skip
                 if getattr(self, name) not in allowed:

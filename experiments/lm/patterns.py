@@ -4,7 +4,7 @@ dense                        every layer sees all earlier tokens
 local|butterfly              the union of two patterns
 local,local,dense            alternating layers: two with a window, one dense, and so on
 local/butterfly              equal groups of heads: the first half with a window, the others with a butterfly
-moba                         blocks that each query chooses at every step, as many tokens as the window has
+moba, msa, nsa               blocks that each query chooses at every step, as many tokens as the window has
 streaming(n, window=64, sink=4)    a pattern of the library, where n is the number of tokens
 folder/mine.py:rule          any rule(q, k), or a function of n that returns a mask
 
@@ -16,12 +16,11 @@ from __future__ import annotations
 from functools import reduce
 from operator import or_
 
-from experiments.lm.model.chosen import ChosenBlocks
+from experiments.lm.model.chosen import KINDS, ChosenBlocks
 from sparseflash import BlockMask, masks
 from sparseflash.cli.pattern_text import groups, mask_of_pattern, parts
 
 NAMES = ("dense", "local", "butterfly", "bigbird")
-CHOSEN = "moba"  # a whole layer: no part of a union, and no group of heads
 
 
 def build(name: str, length: int, *, window: int, block: int, heads: int = 1) -> BlockMask:
@@ -70,18 +69,18 @@ def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> 
 
 def has_choices(text: str) -> bool:
     """Whether some layers choose their blocks at every step."""
-    return CHOSEN in parts(text, ",")
+    return not set(KINDS).isdisjoint(parts(text, ","))  # a whole layer: no part of a union, and no group of heads
 
 
-def chosen(length: int, *, window: int, block: int) -> ChosenBlocks:
-    """A layer of `moba`: blocks of `block` tokens, as many as a window has.
+def chosen(length: int, *, window: int, block: int, kind: str = "moba") -> ChosenBlocks:
+    """A layer that chooses blocks of `block` tokens, as many as a window has.
 
     >>> chosen(512, window=128, block=32).chosen
     4
     """
     if length % block:
-        raise ValueError(f"the pattern {CHOSEN} needs a context of whole blocks of {block} tokens; got {length}")
-    return ChosenBlocks(length, block, max(1, window // block))
+        raise ValueError(f"the pattern {kind} needs a context of whole blocks of {block} tokens; got {length}")
+    return ChosenBlocks(length, block, max(1, window // block), kind)
 
 
 def of_layers(
@@ -96,6 +95,6 @@ def of_layers(
     names = parts(text, ",")
     made: dict[str, BlockMask | ChosenBlocks] = {}
     for name in dict.fromkeys(names):
-        of_one = chosen(length, window=window, block=block) if name == CHOSEN else None
+        of_one = chosen(length, window=window, block=block, kind=name) if name in KINDS else None
         made[name] = of_one or of_layer(name, heads, length, window=window, block=block)
     return [made[names[layer % len(names)]] for layer in range(depth)]

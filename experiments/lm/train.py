@@ -142,6 +142,9 @@ class Run(Trainer[Batch]):
         with reading(path, f"a file of an {KIND} with its settings and its steps"):
             before = Config(**about["config"])
             tokens = int(about["steps"]) * before.batch * before.context
+        # Layers that choose have weights that a model without them does not have. They begin as they are made.
+        new = {name for name in own if ".choosing." in name and name not in found}
+        own = {name: tensor for name, tensor in own.items() if name not in new}
         alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}
         if not alike or before.head_dim != self.config.head_dim:
             raise ValueError(
@@ -151,7 +154,8 @@ class Run(Trainer[Batch]):
         there, here = (_vocabulary(folder) for folder in (tensor_files.folder_of(path), self.store.folder))
         if there != here:
             raise ValueError(f"{path} must hold a model of the tokens in {self.store.folder}; its vocabulary differs")
-        self.model.load_state_dict({name: divided_like(found[name], tensor) for name, tensor in own.items()})
+        loaded = {name: divided_like(found[name], tensor) for name, tensor in own.items()}
+        self.model.load_state_dict(loaded, strict=not new)
         return {
             "sha256": sha256(*tensor_files.files(path)),
             "pattern": before.pattern,

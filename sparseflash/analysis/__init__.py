@@ -10,8 +10,6 @@ and lengths, and run on the CPU, in time and memory proportional to the live til
 bit matrix.
 """
 
-# It may import `blockmask` alone: nothing here runs attention.
-
 from sparseflash.analysis.balance import Balance as Balance
 from sparseflash.analysis.balance import Load as Load
 from sparseflash.analysis.balance import Spread as Spread

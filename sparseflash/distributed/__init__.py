@@ -15,8 +15,6 @@ keys (`queries`). The cost model (`costs`) chooses; `plan.explain()` prints it (
 dropout take positions in the whole sequence (`positions`, `scores`, `dropout`).
 """
 
-# It may import `attention`, `blockmask`, `dropout`, `merge`, `scores` and `validation`.
-
 from sparseflash.distributed.attention import attention as attention
 from sparseflash.distributed.costs import H100 as H100
 from sparseflash.distributed.costs import H100_HOSTS as H100_HOSTS

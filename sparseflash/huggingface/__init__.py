@@ -39,13 +39,9 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
     `set_attn_implementation`. Needs `pip install transformers`, 5.17 or newer.
 
-    If the model's own rule is causal, with or without a window, and padding is on the left, up to 16 new tokens at a
-    time are decoded without building a mask (`decode.attention_with_cache`), with any pattern.
-
     The model's own masks stay in force: causal, sliding window, packed sequences, and the padding of `attention_mask`.
-    Grouped heads, dropout, layers with and without windows in one model (Gemma 3), attention sinks (gpt-oss), soft caps
-    (Gemma 2), biases (T5, Swin) and caches work. Every layer gives the numbers of `"eager"` up to rounding, except that
-    a query without any live key gives 0.
+    Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live key gives 0. The
+    page "In a Hugging Face model" lists what works, the models that ignore the name, and the limits of `torch.compile`.
 
     Args:
         pattern: a mask that restricts the live scores further; None: only the models' own masks. Its query i and key j
@@ -53,31 +49,21 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
             as the longest row, generated tokens included; shorter rows use its beginning. Or a function that takes an
             attention module (in most models `getattr(module, "layer_idx", None)` is its number) and returns the
             module's mask, the same object at every call, or None for no pattern.
-        name: the name by which models select it. To register a name again replaces the pattern in models that use it.
+        name: models select it by this name. To register a name again replaces the pattern in models that use it.
         block: tokens per side of a tile, for masks without a pattern; others have the pattern's blocks.
 
     A single pattern applies to every attention that the model computes by this name, also in a vision tower (to
     restrict it to the text: `attn_implementation={"text_config": name}`) and in cross-attention between equally many
     tokens. Cross-attention with other lengths raises; a function can return None for it.
 
-    Models with their own attention code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon,
-    GPT-J and XLNet, whose `model._can_set_attn_implementation()` is False. In Transformers 5.17
-    `set_attn_implementation` does not reach T5's encoder and decoder: use `from_pretrained`, or set it on
-    `model.encoder` and `model.decoder`.
-
-    `torch.compile` works without `fullgraph`. The graph breaks where the masks of a forward are made, and in a layer
-    for a pattern that is a function, a few new tokens behind a cache, finished masks of more than one block, parts of
-    masks, and other devices. Compile with `dynamic=True` if lengths vary.
-
     Raises:
         ValueError: the name belongs to another implementation, or Transformers would interpret it differently.
         TypeError: `pattern` is a function of lengths or of positions.
         ImportError: Transformers is missing or too old.
 
-    Models raise ValueError if a layer needs something other than a mask or a score modification (keys that it chooses
-    itself, a paged cache) or must return attention weights (`output_attentions`; GPT-2 and OPT return an empty tuple
-    instead). They raise TypeError or AttributeError if they compute with their masks themselves, and
-    NotImplementedError for `torch.export`.
+    Models raise ValueError for attention weights (`output_attentions`), keys that a layer chooses itself and paged
+    caches; TypeError or AttributeError if they compute with their masks themselves; and NotImplementedError for
+    `torch.export`.
     """
     attentions, rules = _interfaces()
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name:

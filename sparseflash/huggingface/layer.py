@@ -66,12 +66,12 @@ class Attention:
                     f"sparseflash supports masks and score modifications; {type(module).__name__} needs {what} "
                     f"({name})."
                 )
-        live, added, dead = None, None, None
+        live, added = None, None
         if isinstance(attention_mask, Tensor):
             finished = _checked(attention_mask, query.shape[2], key.shape[2])
             block_q, block_k = block_pair(self.block)
             if query.shape[2] <= block_q and key.shape[2] <= block_k:
-                added, dead = _as_bias(finished, query.dtype)
+                added = _as_bias(finished, query.dtype)
             else:
                 live, added = _parts(finished)
         if position_bias is not None:
@@ -92,11 +92,7 @@ class Attention:
             else:
                 mask = None
             changes = _changes(softcap, added, s_aux)
-            out, lse = attention(
-                query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes, return_lse=True
-            )
-            if dead is not None:  # near it is the lse of a query whose scores are all dead
-                out = out.masked_fill((lse < 0.5 * dead)[..., None], 0.0)
+            out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes)
         return out.transpose(1, 2).contiguous(), None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -117,7 +113,7 @@ class Attention:
             return None
         if key.stride(-1) != 1 or value.stride(-1) != 1:
             return None
-        return attention_mask.decoding(self._pattern_of(module), query, key)  # type: ignore[no-any-return]
+        return attention_mask.decoding(self._pattern_of(module), query, key)
 
     def _pattern_of(self, module: nn.Module) -> BlockMask | None:
         pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
@@ -180,18 +176,16 @@ def _checked(attention_mask: Tensor, q_len: int, k_len: int) -> Tensor:
     return finished
 
 
-def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """`(bias, its value for dead scores)` of a finished four-dimensional mask of at most one block.
+def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A finished four-dimensional mask of at most one block as a bias, -inf for dead scores.
 
-    dtype: of the bias, for a bool mask. The value is far below any live score, and finite, also in base 2. A mask of
-    one block saves no work, and reading it would make the host wait for the device in every layer.
+    dtype: of the bias, for a bool mask. A mask of one block saves no work, and reading it would make the host wait for
+    the device in every layer.
     """
-    is_bool = attention_mask.dtype == torch.bool
-    dead = -6e4 if (dtype if is_bool else attention_mask.dtype) == torch.float16 else -1e30
-    if is_bool:
-        return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, dead), dead
+    if attention_mask.dtype == torch.bool:
+        return torch.where(attention_mask, attention_mask.new_zeros((), dtype=dtype), -torch.inf)
     # Compared in its dtype, as in _parts; but NaN stays.
-    return torch.nn.functional.threshold(attention_mask, _DEAD, dead), dead
+    return torch.nn.functional.threshold(attention_mask, _DEAD, -torch.inf)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -212,6 +206,8 @@ def _parts(attention_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> Scores | None:
     """The score modifications that a model asks for."""
+    if cap is None and added is None and sinks is None:
+        return None
     changes = Scores(())
     if cap is not None:
         changes = changes + softcap_of_scores(cap)
@@ -219,4 +215,4 @@ def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> S
         changes = changes + bias(added)
     if sinks is not None:
         changes = changes + sink(sinks.view(-1))
-    return changes if changes.changes else None
+    return changes

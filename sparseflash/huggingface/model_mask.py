@@ -78,7 +78,6 @@ class ModelMask(FlexMask):
 
     __radd__ = __add__
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def decoding(self, pattern: BlockMask | None, q: Tensor, k: Tensor) -> dict[str, Any] | None:
         """The arguments of `attention_with_cache` for a few new tokens; None if they need a mask of their own.
 

@@ -34,6 +34,7 @@ libraries is needed:
 | `interop.flash_attn` | `flash_attn_func`, `flash_attn_varlen_func` |
 | `interop.flash_attn_cache` | `flash_attn_with_kvcache` |
 | `interop.flash_attn_packed` | `flash_attn_qkvpacked_func`, `flash_attn_kvpacked_func`, both also `varlen` |
+| `interop.flash_attn_padding` | `unpad_input`, `pad_input`, `index_first_axis` |
 | `interop.flex_attention` | `flex_attention`, `create_block_mask` |
 | `interop.natten` | `na1d`, `na2d`, `na3d` |
 | `interop.natten_layers` | `NeighborhoodAttention1D`, `...2D`, `...3D` |
@@ -102,8 +103,8 @@ __all__ = [
 ]
 
 _FUNCTIONS_OF = (
-    "fastvideo", "flash_attn", "flash_attn_cache", "flash_attn_packed", "flex_attention", "megatron", "natten",
-    "natten_layers", "sglang", "torchtitan", "vllm", "xformers",
+    "fastvideo", "flash_attn", "flash_attn_cache", "flash_attn_packed", "flash_attn_padding", "flex_attention",
+    "megatron", "natten", "natten_layers", "sglang", "torchtitan", "vllm", "xformers",
 )  # fmt: skip
 
 

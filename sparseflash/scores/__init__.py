@@ -16,7 +16,7 @@ The mask says which scores are live, and only its dead tiles save work: a score 
 computed.
 """
 
-# One kind a file. May import `blockmask` and `limits`, and nothing else of the library.
+# One kind a file.
 
 from sparseflash.scores.bias import bias
 from sparseflash.scores.change import Scores

@@ -21,6 +21,7 @@ torch.Size([2, 300, 64])
 
 from sparseflash.selection.block_selection import BlockSelection
 from sparseflash.selection.cache import SelectionCache
+from sparseflash.selection.context import Context
 from sparseflash.selection.latent import Latent
 from sparseflash.selection.mixture_of_blocks import MixtureOfBlocks
 from sparseflash.selection.native_sparse import NativeSparseAttention
@@ -29,6 +30,6 @@ from sparseflash.selection.token_selection import TokenSelection
 from sparseflash.selection.video_sparse import VideoSparseAttention
 
 __all__ = [
-    "BlockSelection", "Latent", "MixtureOfBlocks", "NativeSparseAttention", "SelectionCache", "SpanSelection",
-    "TokenSelection", "VideoSparseAttention",
+    "BlockSelection", "Context", "Latent", "MixtureOfBlocks", "NativeSparseAttention", "SelectionCache",
+    "SpanSelection", "TokenSelection", "VideoSparseAttention",
 ]  # fmt: skip

@@ -82,6 +82,7 @@ class BlockSelection(IndexedLayer):
         index_q = self.index_queries(x, frame, self.index_norm_q)
         new = torch.arange(frame.start, frame.k_len, device=x.device)
         index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
+        index_k = frame.joined(index_k)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
         index = self.choice(index_q, index_k, frame)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.running_sums import running_sums
+from sparseflash.selection.context import Context
 
 
 class Packing(NamedTuple):
@@ -55,8 +56,9 @@ def packing_of(cu_seqlens: Any, block: int, tokens: int, device: torch.device) -
 class Frame(NamedTuple):
     """Query i is at place `start + i` of the keys, of which there are `start + q_len`.
 
-    packing: of packed documents, which have no cache. lengths: int32 `[B]` on the device, if one token follows a cache:
-    then keys and values are the whole cache, with room past them.
+    packing: of packed documents, which have no cache. context: of a sequence on several ranks; the keys are also those
+    of the ranks before. lengths: int32 `[B]` on the device, if one token follows a cache: then keys and values are the
+    whole cache, with room past them.
     """
 
     start: int
@@ -64,6 +66,7 @@ class Frame(NamedTuple):
     device: torch.device
     packing: Packing | None = None
     lengths: Tensor | None = None
+    context: Context | None = None
 
     @property
     def k_len(self) -> int:
@@ -73,6 +76,15 @@ class Frame(NamedTuple):
     def rows(self) -> Tensor:
         """The numbers of the queries that are tokens, not room between documents."""
         return torch.arange(self.q_len, device=self.device) if self.packing is None else self.packing.places
+
+    def joined(self, x: Tensor) -> Tensor:
+        """The rows `[B, H, n, D]` of the queries' tokens behind those of the ranks before."""
+        return x if self.context is None else self.context.joined(x)
+
+    @property
+    def share(self) -> float:
+        """The queries' part of those of all ranks."""
+        return 1.0 if self.context is None else self.context.count / self.context.tokens
 
     @property
     def bounds(self) -> Tensor | None:

@@ -104,8 +104,8 @@ class IndexedLayer(SelectionLayer):
             scores_of: the indexer's scores of the same shape.
             per_row: scores in memory for a query.
 
-        With `taught`, it is the mean over that many random queries. The scores of each chunk of queries are computed
-        again in the backward, so that only one chunk's are in memory.
+        With a context it is this rank's part of that mean. With `taught`, it is the mean over that many random queries.
+        The scores of each chunk of queries are computed again in the backward, so that only one chunk's are in memory.
         """
         rows = frame.rows
         if self.taught is not None and self.taught < len(rows):
@@ -120,4 +120,4 @@ class IndexedLayer(SelectionLayer):
             return (torch.xlogy(target, target) - target * logs).sum(-1).mean((0, 1)).sum()
 
         parts = [checkpoint(of_chunk, rows[part], use_reentrant=False) for part in chunks(len(rows), per_row)]
-        return torch.stack(parts).sum() / len(rows)
+        return torch.stack(parts).sum() / len(rows) * frame.share

@@ -14,6 +14,7 @@ from sparseflash.nn.rotary import Rotary, Rotation, rotate
 from sparseflash.remedies import refuse, without_others
 from sparseflash.selection.attending import How
 from sparseflash.selection.cache import SelectionCache
+from sparseflash.selection.context import Context
 from sparseflash.selection.frame import Frame, packing_of
 
 _CHOOSES = "it chooses its keys itself. Use nn.SparseSelfAttention with a mask"
@@ -106,7 +107,8 @@ class SelectionLayer(Heads):
         return SelectionCache(batch, *sizes, self.kept(capacity), device=device, dtype=dtype)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Any = None, cache: SelectionCache | None = None, **others: Any
+        self, x: Tensor, *, cu_seqlens: Any = None, cache: SelectionCache | None = None,
+        context: Context | None = None, **others: Any
     ) -> Tensor:  # fmt: skip
         """Attention within x, or within each of the sequences that are packed in it.
 
@@ -116,11 +118,14 @@ class SelectionLayer(Heads):
                 beginning with 0. No sequence sees or chooses keys of another. They are read on the host: pass them on
                 the CPU. In compiled code they break the graph.
             cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only.
+            context: x holds this rank's tokens of a sequence that lies on several ranks.
         """
         if others:
             refuse(others, type(self).__name__, _REMEDIES)
         check_input(x, "x", plain_weight(self.out), "cu_seqlens")
         check_features(x, "x", self.embed_dim)
+        if context is not None:
+            _check_context(context, x, cu_seqlens, cache)
         packing = None
         if cu_seqlens is not None:
             if cache is not None:
@@ -137,8 +142,8 @@ class SelectionLayer(Heads):
             mixed = x.new_zeros(x.shape[0], 0, self.out.in_features)
         else:
             lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
-            start = 0 if cache is None else cache.length
-            mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths), cache)
+            start = cache.length if cache is not None else 0 if context is None else context.start
+            mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths, context), cache)
         out: Tensor = self.out(mixed if packing is None else packing.collect(mixed))
         return out
 
@@ -170,7 +175,7 @@ class SelectionLayer(Heads):
     def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
         q, k, v = self.project(x, frame)
         if cache is None:
-            return self.merged(self.mix(x, q, k, v, frame, None))
+            return self.merged(self.mix(x, q, frame.joined(k), frame.joined(v), frame, None))
         try:
             cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
             room = slice(None) if frame.lengths is not None else slice(frame.k_len)
@@ -188,6 +193,19 @@ class SelectionLayer(Heads):
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
+
+
+def _check_context(context: object, x: Tensor, cu_seqlens: Any, cache: SelectionCache | None) -> None:
+    if not isinstance(context, Context):
+        raise TypeError(f"context must be selection.Context; got {type(context).__name__}.")
+    if cu_seqlens is not None or cache is not None:
+        other = "cache" if cu_seqlens is None else "cu_seqlens"
+        raise ValueError(f"context must not be given with {other}; got both.")
+    if x.shape[1] != context.count:
+        raise ValueError(
+            f"x must have the {context.count} tokens of rank {context.rank} of {context.ranks}, as context.part(x) "
+            f"takes them; got {x.shape[1]}."
+        )
 
 
 def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:

@@ -76,7 +76,7 @@ class SpanSelection(IndexedLayer):
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
         index_q = self.index_queries(x, frame, self.index_norm_q)
-        index_k = self.index_k(x.detach()).unsqueeze(1)
+        index_k = frame.joined(self.index_k(x.detach()).unsqueeze(1))
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)
         spans = of_blocks(

@@ -113,6 +113,7 @@ class TokenSelection(IndexedLayer):
         weights = self.weights(x.detach()).transpose(1, 2) * (self.index_heads * self.index_dim) ** -0.5  # [B, Hi, N]
         new = torch.arange(frame.start, frame.k_len, device=x.device)
         index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
+        index_k = frame.joined(index_k)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
         index = self.choice(index_q, weights, index_k, frame)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from sparseflash import scores
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, flag
 from sparseflash.blockmask.cache import BoundedDict, once
-from sparseflash.masks.documents import documents
 from sparseflash.masks.select_blocks import lists_of
 from sparseflash.masks.tiling.columns import Columns
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, plain_weight
 from sparseflash.nn.rotary import Rotation, rotate
 from sparseflash.remedies import refuse, without_others
+from sparseflash.selection.cubes import Cubes, Shape, checked_shape, cubes_of, shapes_of
 from sparseflash.selection.layer import normalised
 
-Shape = tuple[int, int, int]
 _layouts = BoundedDict(32)
 
 
@@ -58,7 +58,7 @@ class VideoSparseAttention(Heads):
         backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, None, kv_heads, head_dim, 0.0, scale, backend)
-        self.cube = _checked_shape(cube, "cube")
+        self.cube = checked_shape(cube, "cube")
         self.volume = cube[0] * cube[1] * cube[2]
         if self.volume & (self.volume - 1) or not 16 <= self.volume <= 256:
             raise ValueError(f"cube must have a power of two from 16 to 256 tokens; got {cube}, {self.volume} tokens.")
@@ -80,7 +80,8 @@ class VideoSparseAttention(Heads):
         return f"{self.embed_dim}, {self.num_heads} heads of {self.head_dim}, cube={self.cube}, chosen={self.chosen}"
 
     def forward(
-        self, x: Tensor, shape: Shape | Sequence[Shape], *, rotation: Rotation | None = None, **others: Any
+        self, x: Tensor, shape: Shape | Sequence[Shape], *, text: int | Sequence[int] = 0,
+        rotation: Rotation | None = None, **others: Any
     ) -> Tensor:  # fmt: skip
         """Attention within a video, or within each of several.
 
@@ -88,13 +89,16 @@ class VideoSparseAttention(Heads):
             x: `[B, N, embed_dim]`.
             shape: frames, rows and columns of the video; or a list of them, one for each of the videos that lie one
                 behind the other in x. No video sees or chooses cubes of another.
+            text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.
+                All tokens see their text, and text sees all of its video. It is in no cube: it is no part of a choice,
+                and has no coarse attention.
             rotation: of queries and keys, `(cosine, sine)` as `nn.rotate` takes them.
         """
         if others:
             refuse(others, "VideoSparseAttention", _REMEDIES)
         check_input(x, "x", plain_weight(self.qkv), "shape")
         check_features(x, "x", self.embed_dim)
-        cubes = self._cubes(shape, x)
+        cubes = self.layout(shape, text, x)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
@@ -107,34 +111,42 @@ class VideoSparseAttention(Heads):
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, cubes: Cubes) -> Tensor:
         """The attention `[B, Hq, N, D]` of queries, keys and values `[B, H, N, D]`."""
-        q, k, v = (cubes.spread(y) for y in (q, k, v))
+        q, k, v = (cubes.spread(y, self.volume) for y in (q, k, v))
         q_mean, k_mean, v_mean = (
-            y.unflatten(2, (-1, self.volume)).sum(3) / cubes.sizes.to(y.dtype)[:, None] for y in (q, k, v)
+            y[:, :, cubes.text :].unflatten(2, (-1, self.volume)).sum(3) / cubes.sizes.to(y.dtype)[:, None]
+            for y in (q, k, v)
         )
         coarse = attention(q_mean, k_mean, v_mean, cubes.within, scale=self.scale, backend=self.backend)
-        mask = self.choice(q_mean, k_mean, cubes)
-        padding = None if cubes.padding is None else scores.key_bias(cubes.padding.to(torch.float32))
-        fine = attention(q, k, v, mask, scale=self.scale, scores=padding, backend=self.backend)
+        coarse = F.pad(coarse, (0, 0, 1, 0)).index_select(2, cubes.number)  # 0 for text
+
+        def fine_of(q: Tensor, mask: BlockMask | None) -> Tensor:
+            padding = None if cubes.padding is None else scores.key_bias(cubes.padding)
+            return attention(q, k, v, mask, scale=self.scale, scores=padding, backend=self.backend)
+
+        fine = fine_of(q[:, :, cubes.text :], self.choice(q_mean, k_mean, cubes))
+        if cubes.text:
+            fine = torch.cat([fine_of(q[:, :, : cubes.text], cubes.beside), fine], 2)
         gates = self.gate(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [2, B, Hq, N, D]
-        coarse = coarse.index_select(2, cubes.places // self.volume)
         return gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
 
     @torch.no_grad()
     def choice(self, q_mean: Tensor, k_mean: Tensor, cubes: Cubes) -> BlockMask:
-        """The best cubes of each cube, of its own video, as a mask of tokens in cube order."""
+        """The best cubes of each cube, of its own video, and its text, as a mask of tokens in cube order."""
         count = len(cubes.sizes)
         of = Columns(1, 1, 1, 1, count, count, False, 0, 0)
         index = lists_of(q_mean, k_mean, of, min(self.chosen, count), 1.0, cubes.bounds)
-        return BlockMask.from_block_index(index, block=self.volume, q_len=count * self.volume)
+        blocks = cubes.text // self.volume
+        if blocks:
+            text = cubes.blocks.expand(*index.shape[:2], -1, -1)
+            index = torch.cat([text, torch.where(index < 0, -1, index + blocks)], 3)
+        room = count * self.volume
+        return BlockMask.from_block_index(index, block=self.volume, q_len=room, k_len=cubes.text + room)
 
-    def _cubes(self, shape: Shape | Sequence[Shape], x: Tensor) -> Cubes:
-        given: list[object] = [shape] if len(shape) and not isinstance(shape[0], Sequence) else list(shape)
-        shapes = [_checked_shape(each, "shape") for each in given]
-        tokens = sum(t * h * w for t, h, w in shapes)
-        if tokens != x.shape[1] or not shapes:
-            raise ValueError(f"shape must have as many tokens as x, {x.shape[1]}; got {shapes}, {tokens} tokens.")
-        key = tuple(shapes), self.cube, x.device
-        return once(_layouts, key, lambda: cubes_of(shapes, self.cube, x.device))
+    def layout(self, shape: Shape | Sequence[Shape], text: int | Sequence[int], x: Tensor) -> Cubes:
+        """Where the tokens of x lie; see `forward`."""
+        shapes, texts = zip(*shapes_of(shape, text, x.shape[1]), strict=True)
+        key = shapes, texts, self.cube, x.device
+        return once(_layouts, key, lambda: cubes_of(shapes, texts, self.cube, x.device))
 
 
 _REMEDIES = REMEDIES | {
@@ -147,59 +159,3 @@ _REMEDIES = REMEDIES | {
     "dropout_p": "it has no dropout. Use nn.SparseSelfAttention, or drop features of its output",
     "scores": "it has no score modifications. Use masks.pooled_scores, masks.top_k_blocks and attention",
 }
-
-
-class Cubes(NamedTuple):
-    """Videos in cube order, every cube with room for all its tokens.
-
-    places: of the tokens, int64 `[N]`. sizes: tokens of each cube `[cubes]`. bounds: where the video of each cube
-    begins and ends, int32 `[2, cubes]`; None for one video. padding: 0 at tokens and -inf at room `[1, 1, room]`; None
-    if there is no room. within: each video for itself.
-    """
-
-    places: Tensor
-    sizes: Tensor
-    bounds: Tensor | None
-    padding: Tensor | None
-    within: BlockMask | None
-
-    def spread(self, x: Tensor) -> Tensor:
-        """`[B, H, N, D]` to `[B, H, room, D]`, zeros where there is no token."""
-        room = int(self.padding.shape[2]) if self.padding is not None else len(self.places)
-        return x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, self.places, x)
-
-
-def cubes_of(shapes: Sequence[Shape], cube: Shape, device: torch.device) -> Cubes:
-    """The places of videos' tokens in cube order."""
-    volume = cube[0] * cube[1] * cube[2]
-    places: list[Tensor] = []
-    sizes: list[Tensor] = []
-    counts: list[int] = []
-    for shape in shapes:
-        at = [torch.arange(side, device="cpu") for side in shape]
-        cube_at = [a // c for a, c in zip(at, cube, strict=True)]
-        grid = [-(-side // c) for side, c in zip(shape, cube, strict=True)]
-        number = (cube_at[0][:, None, None] * grid[1] + cube_at[1][:, None]) * grid[2] + cube_at[2]
-        within = ((at[0] % cube[0])[:, None, None] * cube[1] + (at[1] % cube[1])[:, None]) * cube[2] + at[2] % cube[2]
-        count = grid[0] * grid[1] * grid[2]
-        places.append((sum(counts) + number).flatten() * volume + within.flatten())
-        sizes.append(torch.bincount(number.flatten(), minlength=count))
-        counts.append(count)
-    place, size = torch.cat(places), torch.cat(sizes)
-    padding = None
-    if bool((size < volume).any()):
-        padding = torch.full((1, 1, len(size) * volume), -torch.inf, device="cpu").index_fill(2, place, 0.0)
-    mask = bounds = None
-    if len(counts) > 1:
-        stops = torch.tensor(counts, device="cpu").cumsum(0)
-        bounds = torch.stack([stops.roll(1).index_fill(0, torch.tensor([0]), 0), stops]).to(torch.int32)
-        bounds = bounds.repeat_interleave(torch.tensor(counts, device="cpu"), 1).to(device)
-        mask = documents(counts).to(device)
-    return Cubes(place.to(device), size.to(device), bounds, None if padding is None else padding.to(device), mask)
-
-
-def _checked_shape(shape: object, name: str) -> Shape:
-    if not isinstance(shape, Sequence) or len(shape) != 3:
-        raise ValueError(f"{name} must be three numbers, frames, rows and columns; got {shape}.")
-    check_at_least_one(**{f"{name}[{axis}]": size for axis, size in enumerate(shape)})
-    return int(shape[0]), int(shape[1]), int(shape[2])

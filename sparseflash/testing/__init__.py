@@ -21,8 +21,6 @@ The parts serve results from elsewhere: `by_definition` computes the truth (in f
 dtype); `compare_results` compares given results; `sampled_heads` and `sampled_part` choose the part of a long sequence.
 """
 
-# It may import `blockmask`, `scores`, `validation` and `backends.reference`, which is the definition.
-
 from sparseflash.testing.comparison import Comparison as Comparison
 from sparseflash.testing.comparison import assert_exact as assert_exact
 from sparseflash.testing.comparison import compare as compare

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -310,6 +311,24 @@ def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
     assert handwritten.handwritten(path, ("The paper's model reads 20 tokens/s.",)) == ["page.md:2: 30 tokens/s"]
     with pytest.raises(ValueError, match=r"'no such sentence' must stand in page\.md, where its number is allowed"):
         handwritten.handwritten(path, ("no such sentence",))
+
+
+def test_the_readme_stays_short():
+    """At most 120 lines and 30 measured numbers, without their noise."""
+    text = (store.ROOT / "README.md").read_text()
+    written = [content for kind, _, content in marks.MARK.findall(text) if kind == "figure"]
+    of_tables = [content for kind, _, content in marks.MARK.findall(text) if kind == "table"]
+    written += [cell for each in of_tables for line in each.splitlines() for cell in line.split("|")[2:]]
+    numbers = [each for cell in written for each in re.findall(r"(?<!± )\b\d+\.\d+", cell)]
+    assert len(text.splitlines()) <= 120
+    assert 0 < len(numbers) <= 30
+
+
+def test_docstrings_have_no_measured_numbers(tmp_path):
+    """What was measured is a row of experiments/results/tried/*.csv, or a run."""
+    path = tmp_path / "module.py"
+    path.write_text('"""A module."""\n\n\ndef f():\n    """It takes 1.2 times\n    as long."""\n    return 30  # us\n')
+    assert handwritten.in_docstrings(path) == ["module.py:5: 1.2 times as long"]
 
 
 def test_the_figures_of_the_pages_are_those_of_the_store():

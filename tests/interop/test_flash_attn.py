@@ -13,6 +13,7 @@ from sparseflash.interop.flash_attn_packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from sparseflash.interop.flash_attn_padding import pad_input, unpad_input
 from sparseflash.varlen import _masks
 
 
@@ -416,6 +417,22 @@ def test_on_a_gpu_both_calls_are_their_definition(slopes):
         want, _ = defined(*(x[b].cpu().double() for x in (q, k, v)), live, softcap=5.0, slopes=own)
         for got in (out[b], packed.view_as(out)[b]):
             assert (got.cpu().double() - want).abs().max() < 4e-3  # fp16
+
+
+def test_padded_sequences_are_packed_and_padded_again():
+    """As models call it: unpad, packed attention, pad; against each sequence alone, with gradients."""
+    (qkv,) = drawn((3, 20, 3, 4, 16))
+    lengths = torch.tensor([20, 0, 13])
+    mask = torch.arange(20) < lengths[:, None]
+    packed, indices, sums, longest, used = unpad_input(qkv, mask)
+    assert (sums.tolist(), longest, used.tolist()) == ([0, 20, 20, 33], 20, [20, 0, 13])
+    out = pad_input(flash_attn_varlen_qkvpacked_func(packed, sums, longest, causal=True), indices, 3, 20)
+    own = [defined(*x[:n].unbind(1), live_scores(n, n, True, (-1, -1)))[0] for x, n in zip(qkv, lengths.tolist())]
+    compare(out, torch.stack([torch.cat([x, x.new_zeros(20 - len(x), 4, 16)]) for x in own]), [qkv])
+    both = unpad_input(qkv, mask.int(), (torch.arange(20) == 19).expand(3, 20).int() * (lengths[:, None] < 20))
+    assert both[2].tolist() == [0, 20, 21, 35] and both[4].tolist() == [20, 0, 13]
+    with pytest.raises(ValueError, match=re.escape("attention_mask must have shape [B, N], here [3, 20]; got [3, 1")):
+        unpad_input(qkv, mask[:, :19])
 
 
 def test_packed_queries_keys_and_values_are_those_apart():

@@ -122,6 +122,7 @@ _EXPERIMENTS = {
     # The benchmarks of one file.
     "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
@@ -135,6 +136,7 @@ _EXPERIMENTS = {
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",

@@ -1,7 +1,5 @@
 """The imports between modules, and packages that `import sparseflash` does not need."""
 
-import ast
-import re
 from graphlib import CycleError, TopologicalSorter
 from unittest import mock
 
@@ -95,30 +93,6 @@ def test_a_part_may_import_only_what_it_does(row):
         if set(several) <= MAY_IMPORT[row] and used & set(several):
             unused -= set(several)
     assert unused == set()
-
-
-@pytest.mark.parametrize("row", FOLDERS)
-def test_a_folder_says_what_it_may_import(row):
-    """In its docstring, or in the comment below it where users read the docstring. By the name of the part, of a folder
-    above it or of a file in it; "the library": what every user may import."""
-    source = (ROOT / row / "__init__.py").read_text(encoding="utf-8")
-    comment = re.search(r"(?:^#.*\n)+", source, re.MULTILINE)
-    told = (ast.get_docstring(ast.parse(source)) or "") + " " + (comment[0].replace("#", " ") if comment else "")
-    _, found, rule = " ".join(told.lower().split()).partition("may import")
-    assert found
-    others = {name for name in MAY_IMPORT[row] if not below(name, row, separator="/")}
-    for several, words in ((PUBLIC, "the library"), (BACKENDS, "backends")):
-        if others >= set(several):
-            assert words in rule
-            others -= set(several)
-    untold = {other for other in others if not re.search(rf"\b({'|'.join(words_for(other))})\b", rule)}
-    assert untold == set()
-
-
-def words_for(part):
-    files = [path_of(module).rpartition("/")[2] for module in modules_in(part)]
-    folders = part.partition(":")[0].split("/")
-    return {name.removesuffix(".py") for name in (*(folders[1:] or folders), *files)}
 
 
 @pytest.mark.parametrize(

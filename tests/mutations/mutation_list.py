@@ -177,6 +177,13 @@ MUTATIONS = [
         "tests/test_decode.py::test_a_negative_scale_is_that_of_negative_queries",
     ),
     Mutation(
+        "varlen: a part of a mask ends with whole tiles",
+        "sparseflash/blockmask/ops/place.py",
+        "(recipes[:, 5] < block_q) | (recipes[:, 6] < block_k)",
+        "recipes[:, 6] < block_k",
+        "tests/test_varlen.py::test_a_part_of_a_mask_is_placed_as_if_it_were_cropped",
+    ),
+    Mutation(
         "equal masks: heads and batch elements are told apart",
         "sparseflash/blockmask/methods/conversion.py",
         "(device, *whole._numbers(), whole.pattern.shape, *contents)",

@@ -46,7 +46,7 @@ def options_of(kind):
             {
                 "block": st.sampled_from([16, 32]), "chosen": st.integers(2, 4), "window": st.integers(1, 40),
                 "first": st.integers(0, 1), "last": st.just(1),
-                "value_dim": st.sampled_from([None, 8]),
+                "value_dim": st.sampled_from([None, 24]),
                 "stride": st.sampled_from([4, 8, 16]), "compression": st.sampled_from([16, 32]),
             }
         ),

@@ -248,16 +248,16 @@ def spans(layer, x):
     return mixed(layer, outs), live, loss
 
 
-def video(layer, x, shape):
-    """Also takes the shape of the video; the chosen keys are in row-major order."""
+def video(layer, x, shape, text=0):
+    """Also takes the shape of the video, and the tokens of text before it; the chosen keys are in row-major order."""
     n = len(x)
     heads = layer.qkv(x).unflatten(1, (-1, layer.head_dim)).transpose(0, 1)
     q, k, v = heads.split([layer.num_heads, layer.kv_heads, layer.kv_heads])
     _, height, width = shape
     cube_of = {}
-    for token in range(n):
+    for token in range(n - text):
         at = token // (height * width), token // width % height, token % width
-        cube_of.setdefault(tuple(a // c for a, c in zip(at, layer.cube)), []).append(token)
+        cube_of.setdefault(tuple(a // c for a, c in zip(at, layer.cube)), []).append(text + token)
     cubes = [cube_of[name] for name in sorted(cube_of)]
     group = layer.num_heads // layer.kv_heads
     q_c, k_c, v_c = (torch.stack([y[:, cube].mean(1) for cube in cubes], 1) for y in (q, k, v))
@@ -268,10 +268,13 @@ def video(layer, x, shape):
     )
     rows = {}
     for h in range(layer.num_heads):
+        for token in range(text):
+            live[h, token] = True
+            rows[h, token] = attend(layer, q[h, token], k[h // group], v[h // group]) * gates[token, 1, h]
         for number, cube in enumerate(cubes):
             scores = k_c[h // group] @ q_c[h, number]
             chosen = best(dict(enumerate(scores.tolist())), layer.chosen)
-            keys = sorted(token for other in chosen for token in cubes[other])
+            keys = [*range(text), *sorted(token for other in chosen for token in cubes[other])]
             coarse = attend(layer, q_c[h, number], k_c[h // group], v_c[h // group])
             for token in cube:
                 live[h, token, keys] = True

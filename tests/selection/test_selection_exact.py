@@ -51,14 +51,15 @@ VIDEOS = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
 
 @settings(max_examples=12)
 @given(
-    VIDEOS, st.sampled_from([(1, 4, 4), (2, 2, 4)]), st.integers(1, 3), st.sampled_from([(2, 1), (2, 2), (1, 1)]), SEEDS
-)
-def test_a_video_layer_is_its_papers_equations(shape, cube, chosen, heads, seed):
+    VIDEOS, st.sampled_from([0, 0, 1, 16, 21]), st.sampled_from([(1, 4, 4), (2, 2, 4)]), st.integers(1, 3),
+    st.sampled_from([(2, 1), (2, 2), (1, 1)]), SEEDS,
+)  # fmt: skip
+def test_a_video_layer_is_its_papers_equations(shape, text, cube, chosen, heads, seed):
     layer = selection.VideoSparseAttention(WIDTH, *heads, head_dim=DIM, cube=cube, chosen=chosen)
     layer = filled(layer, seed)
-    x = sequence(shape[0] * shape[1] * shape[2], seed).requires_grad_()
-    out, pull = layer(x, shape), sequence(x.shape[1], seed + 1)
-    want, _, _ = papers.video(layer, x[0], shape)
+    x = sequence(text + shape[0] * shape[1] * shape[2], seed).requires_grad_()
+    out, pull = layer(x, shape, text=text), sequence(x.shape[1], seed + 1)
+    want, _, _ = papers.video(layer, x[0], shape, text)
     torch.testing.assert_close(out[0], want, rtol=1e-7, atol=1e-8)
     got = gradients(layer, x, out, None, pull)
     torch.testing.assert_close(got, gradients(layer, x, want[None], None, pull), rtol=1e-6, atol=1e-7)
@@ -88,14 +89,16 @@ def test_packed_sequences_are_as_separate_ones(kind, data, seed):
 
 
 @settings(max_examples=12)
-@given(st.lists(VIDEOS, min_size=1, max_size=3), st.integers(1, 3), SEEDS)
-def test_packed_videos_are_as_separate_ones(shapes, chosen, seed):
+@given(st.lists(VIDEOS, min_size=1, max_size=3), st.data(), st.integers(1, 3), SEEDS)
+def test_packed_videos_are_as_separate_ones(shapes, data, chosen, seed):
     layer = filled(selection.VideoSparseAttention(WIDTH, 2, 1, head_dim=DIM, cube=(1, 4, 4), chosen=chosen), seed)
-    counts = [t * h * w for t, h, w in shapes]
+    texts = data.draw(st.sampled_from([[0] * len(shapes), [5, 0, 17][: len(shapes)]]))
+    counts = [text + t * h * w for text, (t, h, w) in zip(texts, shapes)]
     x = sequence(sum(counts), seed).requires_grad_()
     pull = sequence(sum(counts), seed + 1)
-    packed = layer(x, shapes)
-    separate = torch.cat([layer(part, shape) for part, shape in zip(x.split(counts, 1), shapes)], 1)
+    packed = layer(x, shapes, text=texts)
+    parts = zip(x.split(counts, 1), shapes, texts)
+    separate = torch.cat([layer(part, shape, text=text) for part, shape, text in parts], 1)
     torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-10)
     got = gradients(layer, x, packed, None, pull)
     torch.testing.assert_close(got, gradients(layer, x, separate, None, pull), rtol=1e-7, atol=1e-8)

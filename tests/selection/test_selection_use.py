@@ -203,6 +203,13 @@ def test_a_video_layer_refuses_what_it_does_not_have():
     layer, x = video_layer(), sequence(90, 1)
     with pytest.raises(ValueError, match=r"shape must have as many tokens as x, 90; got \[\(2, 5, 8\)\], 80 tokens"):
         layer(x, (2, 5, 8))
+    with pytest.raises(
+        ValueError, match=r"shape must have as many tokens as x, 90; got .* and texts of \[3\], 93 tokens"
+    ):
+        layer(x, VIDEO, text=3)
+    for text in ([3, 4], -1):
+        with pytest.raises(ValueError, match=r"text must be the tokens of text before each of 1 videos; got "):
+            layer(x, VIDEO, text=text)
     with pytest.raises(ValueError, match=r"shape must be three numbers, frames, rows and columns; got \(90, 1\)"):
         layer(x, [(90, 1)])
     for name, remedy in (
@@ -252,9 +259,10 @@ def test_a_gpu_trains_a_layer_in_half_precision_at_the_papers_sizes(kind):
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_a_video():
-    layer, x, pull = video_layer().float(), sequence(90, 1).float(), sequence(90, 2).float()
-    want = run(layer, x, pull, VIDEO)
-    found = run(layer.cuda(), x.cuda(), pull.cuda(), VIDEO)
+@pytest.mark.parametrize("text", [0, 21])
+def test_a_gpu_computes_a_video(text):
+    layer, x, pull = video_layer().float(), sequence(text + 90, 1).float(), sequence(text + 90, 2).float()
+    want = run(layer, x, pull, VIDEO, text=text)
+    found = run(layer.cuda(), x.cuda(), pull.cuda(), VIDEO, text=text)
     for name, value in found.items():
         torch.testing.assert_close(value.cpu(), want[name], rtol=2e-3, atol=2e-3)

@@ -1,1 +1,1 @@
-"""Attention over several ranks. May import `harness`, `training` and the library."""
+"""Attention over several ranks."""

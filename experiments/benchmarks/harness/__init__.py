@@ -10,8 +10,6 @@ A benchmark is one module, or one folder, that lists its cases and for each case
         bench.finish()
 
 It writes `runs/mine/mine.jsonl`, in the form of experiments.measurements, after every case.
-
-May import `measurements`, `timing`, `interpreter` and `training`.
 """
 
 from experiments.benchmarks.harness.bench import Bench

@@ -2,6 +2,4 @@
 Transformers offers. Compares logits and gradients with "eager", and measures tokens per second and generation.
 
     python -m experiments.benchmarks.huggingface models --model llama
-
-May import `harness`, `measurements`, `timing`, `training`, the library and `sparseflash.huggingface`.
 """

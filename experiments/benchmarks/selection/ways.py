@@ -78,7 +78,7 @@ def case_of(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype)
     v = k[..., :0] if shape.shared else drawn(1, pairs * shape.kv_heads, tokens, shape.values).requires_grad_()
     dout = drawn(1, shape.heads, tokens, shape.values)
     x = drawn(1, tokens, WIDTH)
-    place = Frame(0, tokens, device) if shape.causal else layer._cubes(VIDEOS[tokens], x)
+    place = Frame(0, tokens, device) if shape.causal else layer.layout(VIDEOS[tokens], 0, x)
     return Case(shape, tokens, layer, x, dense.Inputs(q.requires_grad_(), k.requires_grad_(), v, dout), place)
 
 

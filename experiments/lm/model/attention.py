@@ -20,11 +20,11 @@ from sparseflash import BlockMask, interop, masks
 IMPLEMENTATIONS = ("sparseflash", "sdpa", "flex")
 LONGEST_DENSE_MASK = 32_768  # SDPA's mask has a byte for every score, its copies in the kernels two
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor] | ChosenBlocks
 
 
 def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Attention:
-    """Attention over a mask on the device of q, k and v.
+    """Attention over a mask on the device of q, k and v; chosen blocks are a layer with weights of its own.
 
     sparseflash: any mask. sdpa: `is_causal` for dense causal masks, otherwise an element mask. flex: compiled on a GPU,
     with the block lists of the mask. Raises ValueError for another name, and for a mask that takes gigabytes in SDPA.
@@ -32,7 +32,7 @@ def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Atten
     if isinstance(mask, ChosenBlocks):
         if implementation != "sparseflash":
             raise ValueError(f"blocks that are chosen at every step need --attention sparseflash; got {implementation}")
-        return mask.attention
+        return mask
     if implementation == "sparseflash":
         return partial(_sparse, mask=mask)
     if implementation == "sdpa":

@@ -1,25 +1,37 @@
-"""Blocks of keys chosen at every step: MoBA (Lu et al., 2025), the choice without parameters."""
+"""Blocks of keys chosen at every step, by layers of `sparseflash.selection`: MoBA, MSA and NSA.
+
+The model's own projections make queries, keys and values. So a model trained with dense attention can be continued.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sparseflash import attention, masks
+from sparseflash import selection
+from sparseflash.nn import Rotary
+from sparseflash.selection.frame import Frame
+
+KINDS = ("moba", "msa", "nsa")
+TAUGHT = 256  # queries of a forward that teach an indexer
 
 
 @dataclass(frozen=True)
 class ChosenBlocks:
-    """A layer whose queries choose among the blocks before them; it stands where other layers have a mask.
+    """A layer whose queries choose among the blocks before them; it stands where other layers have an attention.
 
-    Each query of each head sees its own block and the `chosen - 1` blocks before it whose mean keys it likes best.
+    moba: the blocks whose mean keys a query likes best. msa: those that an indexer scores by their best key. nsa: those
+    with the largest weights of compressed keys, and near keys, half of the tokens each. A query's own block is always
+    chosen.
     """
 
     length: int
     block: int
     chosen: int
+    kind: str = "moba"
 
     @property
     def q_len(self) -> int:
@@ -33,23 +45,64 @@ class ChosenBlocks:
     def density(self) -> float:
         """The share of live scores, from the length alone: every choice has as many."""
         places = range(0, self.length, self.block)
-        whole = sum(min(self.chosen - 1, place // self.block) * self.block * self.block for place in places)
-        own = len(places) * self.block * (self.block + 1) / 2
-        return (whole + own) / self.length**2
+        whole = sum(min(self._blocks - 1, place // self.block) * self.block * self.block for place in places)
+        live = whole + len(places) * self.block * (self.block + 1) / 2
+        if self.kind == "nsa":
+            near, step = min(self._near, self.length), self.block // 4
+            live += near * (near + 1) / 2 + (self.length - near) * near
+            live += sum(max(0, (place + 1 - 2 * step) // step + 1) for place in range(self.length))
+        return live / self.length**2
+
+    @property
+    def _near(self) -> int:
+        """Tokens of NSA's window."""
+        return max(1, self.chosen * self.block // 2)
+
+    @property
+    def _blocks(self) -> int:
+        return max(1, self.chosen // 2) if self.kind == "nsa" else self.chosen
 
     def to(self, device: torch.device | str) -> ChosenBlocks:
         """Itself: it holds no tensors."""
         return self
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention [B, H, N, D] of q, k and v [B, H, N, D]."""
-        with torch.no_grad():
-            scores = q @ k.unflatten(2, (-1, self.block)).mean(3).mT  # [B, H, N, blocks]
-            number = torch.arange(scores.shape[-1], device=q.device)
-            own = torch.arange(q.shape[2], device=q.device)[:, None] // self.block == number
-            mask = masks.top_k_keys(
-                scores.masked_fill(own, torch.inf), k=self.chosen, k_len=self.length, span=self.block,
-                block=min(128, self.block), causal=True,
-            )  # fmt: skip
-        out: Tensor = attention(q, k, v, mask)
-        return out
+    def layer(self, width: int, heads: int, head_dim: int, *, rotary: bool) -> Choosing:
+        """The layer with its weights. rotary: whether an indexer's queries and keys are rotated."""
+        sizes: dict[str, Any] = {"head_dim": head_dim, "block": self.block, "chosen": self._blocks}
+        if self.kind == "msa":
+            sizes |= {"index_dim": head_dim, "taught": TAUGHT, "rotary": Rotary(head_dim) if rotary else None}
+            return Choosing(selection.BlockSelection(width, heads, **sizes))
+        if self.kind == "moba":
+            return Choosing(selection.MixtureOfBlocks(width, heads, **sizes))
+        first, last = (1, 2) if self._blocks > 3 else (0, 1)
+        sizes |= {"compression": self.block // 2, "stride": self.block // 4, "first": first, "last": last}
+        native = selection.NativeSparseAttention(width, heads, window=self._near, **sizes)
+        with torch.no_grad():  # about the chosen blocks alone, as a dense model reads them
+            native.gate.weight.zero_()
+            native.gate.bias.view(3, -1).copy_(native.gate.bias.new_tensor([[-2.0], [2.0], [-2.0]]).expand(3, heads))
+        return Choosing(native)
+
+
+class Choosing(nn.Module):
+    """A layer of `sparseflash.selection` without its projections. NSA's three branches share keys and values.
+
+    `loss`: the indexer's, of the last forward in training; None without an indexer.
+    """
+
+    def __init__(self, layer: selection.MixtureOfBlocks | selection.BlockSelection | selection.NativeSparseAttention):
+        super().__init__()
+        layer.qkv = layer.out = None  # type: ignore[assignment]
+        self.layer = layer
+
+    @property
+    def loss(self) -> Tensor | None:
+        found: Tensor | None = getattr(self.layer, "loss", None)
+        return found
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention `[B, H, N, D]` of q, k and v; x `[B, N, W]`, from which the layer chooses."""
+        pairs = self.layer.pairs
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+            frame = Frame(0, x.shape[1], x.device)
+            mixed = self.layer.mix(x, q, k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1), frame, None)
+        return mixed.to(x.dtype)

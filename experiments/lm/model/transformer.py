@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from experiments.lm.flops import matrix_weights
 from experiments.lm.model.attention import Attention
+from experiments.lm.model.chosen import Choosing, ChosenBlocks
 from experiments.lm.model.loss import mean_loss, token_losses
 from experiments.lm.model.shared_context import SharedContext
 from experiments.training.layers.rotary import RotaryPositions
@@ -80,6 +81,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, sizes.mlp, bias=False)
         self.down = nn.Linear(sizes.mlp, width, bias=False)
+        self.choosing: Choosing | None = None
 
     def forward(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
         """x [T, W], of `batch` sequences."""
@@ -95,7 +97,12 @@ class Block(nn.Module):
         """Without recomputation."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
-        mixed = attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        if isinstance(attention, ChosenBlocks):
+            assert self.choosing is not None
+            out = self.choosing(norm(x, self.attention_norm.weight).unflatten(0, (batch, -1)), q, k, v)
+        else:
+            out = attention(q, k, v)
+        mixed = out.transpose(1, 2).reshape(x.shape)
         weights = (self.out.weight, self.mlp_norm.weight, self.up.weight, self.down.weight)
         return self.halves.after(x, mixed, *weights)
 
@@ -172,6 +179,10 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, halves, recompute) for _ in range(sizes.depth))
         self.norm = nn.LayerNorm(sizes.width, bias=False)
         self.initialize()
+        for block, attention in zip(self.blocks, self.attentions, strict=True):
+            if isinstance(attention, ChosenBlocks):
+                rotary = sizes.positions == "rotary"
+                block.choosing = attention.layer(sizes.width, sizes.heads, sizes.head_dim, rotary=rotary)
 
     def initialize(self) -> None:
         """GPT-2's: projections into the residual stream start smaller."""
@@ -222,6 +233,10 @@ class LanguageModel(nn.Module):
             found = token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
             return found if self.shared is None else self.shared.gather(found)
         loss = mean_loss(features, self.embedding.weight, labels.flatten())
+        if self.training and torch.is_grad_enabled():
+            for block in self.blocks:
+                if block.choosing is not None and (taught := block.choosing.loss) is not None:
+                    loss = loss + (taught - taught.detach())  # the value is the loss of the text alone
         return loss if self.shared is None else loss * self.shared.share
 
     @torch.no_grad()

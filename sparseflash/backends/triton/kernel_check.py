@@ -24,11 +24,10 @@ from sparseflash import scores, testing
 from sparseflash.attention import attention
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.gate import TRYING, Kind, opened
-from sparseflash.backends.triton.hopper.choices import backward_tile
+from sparseflash.backends.triton.hopper.choices import BackwardForm, backward_form
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
-    WIDEST_BACKWARD,
     backward_config_for,
     config_for,
     dkdv_configs_for,
@@ -63,25 +62,31 @@ class Example(NamedTuple):
 def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
     """Random inputs that these kernels serve. cut: inputs whose long rows are split."""
     block = 64 if kind.small else 128
+    batch, heads, kv_heads, tokens = (1, 1, 1, _CUT_LENGTH) if cut else (2, 4, 2, _LENGTH)
+    q_len = tokens // 5 if kind.few else tokens
+    offset = tokens - q_len
     if cut:
-        batch, heads, kv_heads, tokens = 1, 1, 1, _CUT_LENGTH
-        layout = torch.eye(tokens // block, dtype=torch.bool)
+        layout = torch.eye(tokens // block, dtype=torch.bool)[: -(-q_len // block)]
         layout[0] = layout[:, 0] = True
-        mask = BlockMask.from_layout(layout, q_len=tokens, block=block)
+        mask = BlockMask.from_layout(layout, q_len=q_len, k_len=tokens, block=block)
     else:
-        batch, heads, kv_heads, tokens = 2, 4, 2, _LENGTH
-        mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 600) | (k < 9), tokens, block=block)
+        mask = BlockMask.from_function(
+            lambda q, k: (k <= q + offset) & (q + offset - k < 600) | (k < 9), q_len, tokens, block=block
+        )
     if kind.lengths:
-        mask = mask.with_lengths([tokens - 5, 250][:batch])
+        ends = [5, tokens - 250]
+        mask = mask.with_lengths(
+            q_lengths=[max(q_len - end, 20) for end in ends[:batch]], k_lengths=[tokens - end for end in ends[:batch]]
+        )
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
     dtype = getattr(torch, kind.dtype)
-    sizes = (heads, kind.dim), (kv_heads, kind.dim), (kv_heads, kind.v_dim or kind.dim)
-    q, k, v = (drawn(batch, each, tokens, dim).to(device, dtype) for each, dim in sizes)
-    pairs = (batch, heads, *((len(mask.indices), block, block) if "tile_bias" in kind.changes else (tokens, tokens)))
+    sizes = (heads, q_len, kind.dim), (kv_heads, tokens, kind.dim), (kv_heads, tokens, kind.v_dim or kind.dim)
+    q, k, v = (drawn(batch, *each).to(device, dtype) for each in sizes)
+    pairs = (batch, heads, *((len(mask.indices), block, block) if "tile_bias" in kind.changes else (q_len, tokens)))
     shapes = {
         "alibi": (heads,), "log_decay": (heads,), "sink": (heads,), "relative": (heads, 32),
         "key_bias": (batch, heads, tokens), "bias": pairs, "tile_bias": pairs,
@@ -128,8 +133,8 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     tile = tile_for(SMALL if kind.small else BLOCK, dims)
     expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
-        for tile in {_backward_tile(kind, each) for each in examples}:
-            if tile == SMALL or max(dims) > WIDEST_BACKWARD:
+        for tile, in_two in {_backward_form(kind, each) for each in examples}:
+            if in_two:
                 expected["wide_dkdv_kernel"] = dkdv_configs_for(*dims, tile)[0].start_registers
                 expected["wide_dq_kernel"] = dq_config_for(*dims, tile).start_registers
             else:
@@ -140,13 +145,11 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     return fault_in(report.getvalue(), expected)
 
 
-def _backward_tile(kind: Kind, given: Example) -> tuple[int, int]:
-    """The tiles of the backward: in blocks of 64 both kinds of kernels serve, one where most blocks are live."""
-    if not kind.small:
-        return BLOCK
+def _backward_form(kind: Kind, given: Example) -> BackwardForm:
+    """The kernels of the backward. In blocks of 64 both kinds serve, one of them where most blocks are live."""
     asked = Problem.of(given.mask, scale=1.0, batch=len(given.q))
     setting = setting_of(given.q, given.k, asked, (9, 0))
-    return backward_tile(setting.plan, setting.block, (kind.dim, kind.v_dim or kind.dim), kind.changes)
+    return backward_form(setting.plan, setting.block, (kind.dim, kind.v_dim or kind.dim), kind.changes)
 
 
 def _ours(given: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

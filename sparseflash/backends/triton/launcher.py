@@ -268,10 +268,10 @@ def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], give
 def _after_refusal(
     variants: Sequence[Variant], failed: tuple[int, int], start: Callable[[int], tuple[int, int] | None]
 ) -> None:
-    """Makes a context current on this thread and starts the kernels that are left, if that was all that the driver
-    missed. Raises RuntimeError otherwise.
+    """Handles a kernel that the driver did not start. If this thread has no CUDA context yet, makes one current and
+    starts the remaining kernels; otherwise raises RuntimeError.
 
-    failed: how many kernels were started, and the driver's status. start: starts the others.
+    failed: how many kernels were started, and the driver's status. start: starts the kernels from a number on.
     """
     begun, status = failed
     if status == _INVALID_CONTEXT:

@@ -27,7 +27,7 @@ _log = logging.getLogger("sparseflash")
 
 
 def compiled(flags: Sequence[str] = ()) -> Any:
-    """The module that `native.c` makes, from Triton's cache if possible. flags: more of the compiler's, for tests."""
+    """The module compiled from `native.c`, or taken from Triton's cache. flags: further compiler flags, for tests."""
     from triton.runtime.build import compile_module_from_src
 
     source = _SOURCE.read_text(encoding="utf-8")

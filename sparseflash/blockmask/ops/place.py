@@ -17,12 +17,16 @@ from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
 from sparseflash.blockmask.threads import on_one_thread
-from sparseflash.blockmask.unique import distinct
+from sparseflash.blockmask.unique import distinct, number_combinations
 
-Placed = tuple[BlockMask, int, int]  # a mask, the token of its first query and the token of its first key
 Words = NDArray[np.uint32]  # unsigned, because a shift to the right must not copy the sign bit
 
 _WORDS_AT_ONCE = 1 << 16  # words made at a time, so that temporaries fit in a CPU's caches
+
+
+# A mask and the tokens where its first query and key go; then, if only its first queries and keys are placed, their
+# numbers.
+Placed = tuple[BlockMask, int, int] | tuple[BlockMask, int, int, int, int]
 
 
 @on_one_thread
@@ -39,7 +43,7 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     tiles and place within a block. Time and memory are proportional to the tiles of all parts; no operation runs part
     by part.
     """
-    once = {id(mask): mask for mask, _, _ in parts}
+    once = {id(part[0]): part[0] for part in parts}
     masks = to_one_block([bake_lengths(mask.canonical()) for mask in once.values()])
     heads = max(mask.shape[1] for mask in masks)
     for mask in masks:
@@ -50,13 +54,14 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
             )
     block_q, block_k = masks[0].block_q, masks[0].block_k
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    number = {key: index for index, key in enumerate(once)}
-    source, q_start, k_start = np.array([(number[id(mask)], q, k) for mask, q, k in parts], dtype=np.int64).T
-    # # The blocks of the result cut a part's tiles where it does not begin at a block: the first block inside the part
-    # begins with its query `q_cut` and key `k_cut`. Equal masks that are cut alike are cut once.
-    q_cut, k_cut = -q_start % block_q, -k_start % block_k
-    code, which = _distinct((source * block_q + q_cut) * block_k + k_cut)
-    cut = _cut(_listed(masks, heads), masks, code // (block_q * block_k), code // block_k % block_q, code % block_k)
+    whole = {key: (index, mask.q_len, mask.k_len) for index, (key, mask) in enumerate(once.items())}
+    placed = [(whole[id(part[0])][0], *part[1:3], *(part[3:] or whole[id(part[0])][1:])) for part in parts]
+    source, q_start, k_start, q_size, k_size = np.array(placed, dtype=np.int64).T
+    # The blocks of the result cut a part's tiles where it does not begin at a block: the first block inside the part
+    # begins with its query `q_cut` and key `k_cut`. Equal parts that are cut alike are cut once.
+    codes = source, -q_start % block_q, -k_start % block_k, q_size, k_size
+    which, first = _combinations(codes)
+    cut = _cut(_listed(masks, heads), masks, *(code[first] for code in codes))
     part, tile = _runs(cut.start[which], cut.start[which + 1])
     row = cut.head[tile] * row_blocks + cut.row[tile] + (-(-q_start // block_q))[part]
     col = cut.col[tile] + (-(-k_start // block_k))[part]
@@ -94,16 +99,21 @@ def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
     return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), words)
 
 
-def _cut(tiles: _Tiles, masks: Sequence[BlockMask], source: Integers, q_cut: Integers, k_cut: Integers) -> _Tiles:
-    """The tiles of masks `source[c]` cut at blocks that begin with query `q_cut[c]` and key `k_cut[c]`.
+def _cut(
+    tiles: _Tiles, masks: Sequence[BlockMask], source: Integers, q_cut: Integers, k_cut: Integers, q_size: Integers,
+    k_size: Integers,
+) -> _Tiles:  # fmt: skip
+    """The tiles of the first `q_size[c]` queries and `k_size[c]` keys of masks `source[c]`, cut at blocks that begin
+    with query `q_cut[c]` and key `k_cut[c]`.
 
     Block rows and columns are counted from those blocks, so the tokens before them are in block -1.
     """
     block_q, block_k = masks[0].block_q, masks[0].block_k
     q_lens, k_lens = np.array([(mask.q_len, mask.k_len) for mask in masks]).T
     which, entry = _runs(tiles.start[source], tiles.start[source + 1])
-    last_row = ((q_lens[source] - 1 - q_cut) // block_q)[which]
-    last_col = ((k_lens[source] - 1 - k_cut) // block_k)[which]
+    is_inside = (tiles.row[entry] * block_q < q_size[which]) & (tiles.col[entry] * block_k < k_size[which])
+    which, entry = which[is_inside], entry[is_inside]
+    last_row, last_col = ((q_size - 1 - q_cut) // block_q)[which], ((k_size - 1 - k_cut) // block_k)[which]
     # A new tile has up to four parts, each of one old tile: the lower part of a tile and the upper one of the tile
     # below it, and likewise the right and the left part.
     heads, rows, cols = (int(x.max(initial=0)) + 2 for x in (tiles.head, tiles.row, tiles.col))
@@ -122,19 +132,28 @@ def _cut(tiles: _Tiles, masks: Sequence[BlockMask], source: Integers, q_cut: Int
     key, group = _distinct(np.concatenate(keys))
     known = bitmask.choices(torch.from_numpy(tiles.words.view(np.int32)), block_k).numpy().view(np.uint32)
     of_combination = key // (cols * rows * heads)
-    recipe = np.full((len(key), 5), len(known) - 1, dtype=np.int32)  # dead where nothing is stored
+    head, row, col = key // (cols * rows) % heads, key // cols % rows - 1, key % cols - 1
+    recipe = np.full((len(key), 7), len(known) - 1, dtype=np.int32)  # dead where nothing is stored
     recipe[group, np.concatenate(slots)] = np.concatenate(kinds)
     recipe[:, 4] = k_cut[of_combination] * block_q + q_cut[of_combination]
+    # How many of the first queries and keys of the tile are inside; all where the mask itself ends.
+    for slot, size, cut, place, block, lens in (
+        (5, q_size, q_cut, row, block_q, q_lens),
+        (6, k_size, k_cut, col, block_k, k_lens),
+    ):
+        ends = size < lens[source]
+        recipe[:, slot] = np.where(
+            ends[of_combination], np.clip((size - cut)[of_combination] - place * block, 0, block), block
+        )
     distinct_recipes, number = bitmask.deduplicate(torch.from_numpy(recipe).unsqueeze(-1))
     words = _words_of(known, distinct_recipes.squeeze(-1).numpy().astype(np.int64), block_k)
     start = np.searchsorted(of_combination, np.arange(len(source) + 1))
-    head, row, col = key // (cols * rows) % heads, key // cols % rows - 1, key % cols - 1
     return _Tiles(start, head, row, col, number.numpy() + 1, words)
 
 
 def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
     """The words `[C, block_q, W]` of tiles made of four tiles each; a recipe has their numbers, then
-    `k_cut * block_q + q_cut`.
+    `k_cut * block_q + q_cut`, and the numbers of queries and keys that are inside.
     """
     block_q, width = known.shape[1:]
     by_row = known.reshape(-1, width)
@@ -158,6 +177,11 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
             else:  # a shift by all 32 bits, where `shift` is 0, gives 0
                 low, high = both[..., skip : skip + width], both[..., skip + 1 : skip + 1 + width]
                 words[some] = low >> shift | high << (bitmask.WORD - shift)
+    ended = np.flatnonzero((recipes[:, 5] < block_q) | (recipes[:, 6] < block_k))
+    for at in range(0, len(ended), at_once):
+        some = ended[at : at + at_once]
+        inside = bitmask.below(recipes[some, 6], block_k).view(np.uint32)[:, None]
+        words[some] &= np.where(np.arange(block_q)[:, None] < recipes[some, 5, None, None], inside, np.uint32(0))
     return words
 
 
@@ -178,6 +202,13 @@ def _merged(
     kind = kind[first]
     kind[shared] = np.arange(len(words) + 1, len(words) + 1 + len(shared))
     return key[first] // col_blocks, key[first] % col_blocks, kind, np.concatenate([words, union])
+
+
+def _combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
+    """A number for each combination of codes, and where each combination occurs."""
+    number, count = number_combinations([torch.from_numpy(code) for code in codes])
+    first = torch.zeros(count, dtype=torch.int64).scatter_(0, number, torch.arange(len(number)))
+    return number.numpy(), first.numpy()
 
 
 def _distinct(values: Integers) -> tuple[Integers, Integers]:

@@ -168,11 +168,11 @@ def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
-@pytest.mark.parametrize("few, sorts", [(launch_order._FEW, 0), (0, 1)])
+@pytest.mark.parametrize("few, sorts", [(listing._FEW, 0), (0, 1)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_and_columns_are_planned_in_three_launches_and_a_sort_of_many_items(axis, few, sorts):
     mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
-    rule = mock.patch.object(launch_order, "_FEW", few)
+    rule = mock.patch.object(listing, "_FEW", few)
     with rule, by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
         plan(mask, 1, HEADS).worklist(axis, 16)
     assert (started.call_count, seen.started) == (3, sorts)

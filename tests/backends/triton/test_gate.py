@@ -337,6 +337,28 @@ def test_small_blocks_are_tried_as_they_are(dim, monkeypatch):
         assert (found.block_m, found.block_n) == (64, 64) and (found.chunks > 0) == cut
 
 
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        ({"small": True}, {((64, 64), True), ((128, 128), False)}),
+        ({"few": True}, {((128, 128), True)}),
+        ({"few": True, "lengths": True, "changes": ("sink",)}, {((128, 128), True)}),
+        ({}, {((128, 128), False)}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_all_forms_of_a_backward_are_tried(dim, kind, forms, monkeypatch):
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+    kind = PLAIN._replace(dim=dim, backward=True, **kind)
+    examples = [kernel_check.example(kind, torch.device("cpu"), cut=cut) for cut in (False, True)]
+    assert {kernel_check._backward_form(kind, each) for each in examples} == forms
+    for q, k, v, mask, change in examples:
+        assert explain(q, k, v, mask, scores=change, capability=(9, 0), backend="hopper").backward.family == "hopper"
+        setting = setting_of(q, k, Problem.of(mask, scale=1.0, batch=len(q), kernels="hopper"), (9, 0))
+        assert gate.kind_of(Request.of(setting, q, v, change, backward=True)) == kind
+
+
 REPORT = """
 ptxas info    : 11 bytes gmem
 ptxas info    : Compiling entry function 'forward_kernel' for 'sm_90a'

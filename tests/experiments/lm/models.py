@@ -31,9 +31,11 @@ def tokens(folder: Path, vocabulary: int = 257, share: float = 0.2):
     return make(find([texts(folder / "texts")]), folder / "tokens", vocabulary, lambda text: None, share)
 
 
-def model_of(pattern, implementation, *, length=64, depth=2, dtype=torch.float32, positions="rotary", **more):
+def model_of(
+    pattern, implementation, *, length=64, depth=2, dtype=torch.float32, positions="rotary", window=32, **more
+):
     sizes = Sizes(depth, 64, 32, 300, length, positions)
-    layers = patterns.of_layers(pattern, depth, sizes.heads, length, window=32, block=16)
+    layers = patterns.of_layers(pattern, depth, sizes.heads, length, window=window, block=16)
     torch.manual_seed(0)
     made = [attention_over(mask, implementation) for mask in layers]
     return LanguageModel(sizes, made, dtype=dtype, **more)

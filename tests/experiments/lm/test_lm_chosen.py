@@ -38,21 +38,19 @@ def test_each_query_sees_its_own_block_and_the_best_before_it(chosen):
     q, k, v = (random(2, 2, 96, 16, seed=seed) for seed in range(3))
     layer = ChosenBlocks(96, 16, chosen)
     expected, live = plain(q, k, v, 16, chosen)
-    torch.testing.assert_close(layer.attention(q, k, v).double(), expected, atol=1e-5, rtol=1e-5)
+    found = layer.layer(32, 2, 16, rotary=True)(random(2, 96, 32), q, k, v)
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert layer.density == pytest.approx(live / (4 * 96**2))
 
 
 def test_with_all_blocks_it_is_dense():
     loss, ours = gradients(model_of("dense", "sparseflash"), IDS)
-    layers = [ChosenBlocks(64, 16, 4)] * 2
-    model = model_of("dense", "sparseflash")
-    model.attentions = tuple(layer.attention for layer in layers)
-    other, theirs = gradients(model, IDS)
+    other, theirs = gradients(model_of("moba", "sparseflash", window=64), IDS)
     torch.testing.assert_close(other, loss)
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("pattern", ["moba", "local,moba"])
+@pytest.mark.parametrize("pattern", ["moba", "local,moba", "msa", "nsa"])
 def test_no_token_sees_a_later_one(pattern):
     model = model_of(pattern, "sparseflash")
     changed = IDS.clone()
@@ -70,9 +68,62 @@ def test_layers_of_one_pattern_are_one_object_with_as_many_tokens_as_the_window(
         patterns.of_layers("moba", 1, 2, 250, window=64, block=16)
 
 
-def test_a_run_pauses_resumes_and_is_opened(tmp_path):
+@pytest.mark.parametrize("window", [16, 64, 256])
+def test_the_share_of_live_scores_of_nsa(window):
+    layer = patterns.chosen(256, window=window, block=16, kind="nsa")
+    native = layer.layer(32, 2, 16, rotary=True).layer
+    t = torch.arange(256)
+    own = [min(layer._blocks - 1, p // 16) * 16 + p % 16 + 1 for p in range(256)]
+    near = ((t <= t[:, None]) & (t > t[:, None] - native.window)).sum()
+    past = (t[: (256 - 8) // 4 + 1] * 4 + 7 <= t[:, None]).sum()
+    assert (native.block, native.chosen, native.compression, native.stride) == (16, layer._blocks, 8, 4)
+    assert layer.density * 256**2 == pytest.approx(float(sum(own) + near + past))
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_an_indexer_is_taught_and_the_loss_is_that_of_the_text(positions):
+    model = model_of("msa", "sparseflash", positions=positions, window=64).train()
+    dense = model_of("dense", "sparseflash", positions=positions).train()
+    loss, _ = gradients(dense, IDS)
+    found = model(IDS[:, :-1], IDS[:, 1:])
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss)
+    choosing = [block.choosing.layer for block in model.blocks]
+    assert all(layer.loss > 0 and layer.index_q.weight.grad.any() for layer in choosing)
+    others = dict(model.named_parameters())
+    for name, parameter in dense.named_parameters():
+        torch.testing.assert_close(others[name].grad, parameter.grad, atol=1e-5, rtol=1e-3)
+    model.eval()
+    model(IDS[:, :-1], IDS[:, 1:]).backward()  # no loss of a training step is left
+
+
+@pytest.mark.parametrize("pattern", ["msa", "nsa"])
+def test_a_dense_model_is_continued_with_chosen_blocks(tmp_path, pattern):
     store = tokens(tmp_path)
-    config = tiny(pattern="local,moba")
+    Run(tiny(), store, tmp_path / "dense").train()
+    config = tiny(pattern=pattern, window=64, initial=str(tmp_path / "dense"), seed=1)
+    run = Run(config, store, tmp_path / pattern)
+    before, _, _ = model_in(tmp_path / "dense", torch.device("cpu"))
+    own = run.model.state_dict()
+    assert all(torch.equal(own[name], tensor) for name, tensor in before.state_dict().items())
+    assert {name.split(".")[2] for name in own.keys() - before.state_dict().keys()} == {"choosing"}
+    ids = IDS % 257
+    if pattern == "msa":  # all blocks are chosen
+        run.model.eval()
+        torch.testing.assert_close(run.model.scores(ids[:, :64], 63), before.scores(ids[:, :64], 63))
+    metrics = run.train()
+    assert metrics["initial"]["pattern"] == "dense" and metrics["val_loss"] < metrics["first_loss"]
+    after, _, _ = model_in(tmp_path / pattern, torch.device("cpu"))
+    changed = [name for name, tensor in after.state_dict().items() if not torch.equal(tensor, own[name].cpu())]
+    assert changed == [] and len(after.state_dict()) == len(own)
+    with pytest.raises(ValueError, match="must hold a model of this run's depth, width"):
+        Run(tiny(initial=str(tmp_path / pattern)), store, tmp_path / "back")
+
+
+@pytest.mark.parametrize("pattern", ["local,moba", "msa", "nsa"])
+def test_a_run_pauses_resumes_and_is_opened(tmp_path, pattern):
+    store = tokens(tmp_path)
+    config = tiny(pattern=pattern)
     whole = Run(config, store, tmp_path / "whole").train()
     Run(config, store, tmp_path / "parts").train(pause=lambda step: step == 4)
     again = Run(config, opened(store.folder), tmp_path / "parts", resume=True).train()
@@ -85,6 +136,7 @@ def test_a_run_pauses_resumes_and_is_opened(tmp_path):
     ("changes", "message"),
     [
         ({"documents": "separate"}, "documents must be joined if blocks are chosen at every step; got separate with"),
+        ({"recompute": True}, "recompute must be False if blocks are chosen"),
         ({"recorded": True}, "recorded must be False if blocks are chosen"),
         ({"context_parallel": 2}, "context_parallel must be 1 if blocks are chosen"),
         ({"compiled": "model"}, "compiled must be none or block if blocks are chosen"),

@@ -2,8 +2,6 @@
 
 It takes the case, its pattern and our inputs, and returns a `Runner`, or raises `Unavailable`. Other exceptions are
 reported as its failure.
-
-May import the library, `harness` and `speed`.
 """
 
 from __future__ import annotations

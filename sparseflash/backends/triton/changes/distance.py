@@ -134,7 +134,7 @@ class DistanceKind(Kind):
 
 @gluon.jit
 def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
-    """No slope, no position."""
+    """Before the first item: two numbers in place of the result of `hopper_begin_item`."""
     return 0.0, 0
 
 
@@ -152,7 +152,7 @@ def hopper_begin_tile(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_item, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The slope, by how many tokens the first query comes after the first key, and the side of the keys."""
+    """`(slope, by how many tokens the first query comes after the first key, side)`: see `side_of_columns`."""
     slope, first_position = of_item
     ahead = first_position - block * BLOCK_N
     side = side_of_columns(ahead, slope, item[4], ROWS, BLOCK_N, CHANGES.kinds[NUMBER].IS_LOG)
@@ -161,7 +161,7 @@ def hopper_begin_tile(
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
-    """The scores, unchanged. of_tile: with the distance to the first column of each thread."""
+    """Returns the scores unchanged, and in `of_tile` replaces the offset of the tile by `to_first_column`."""
     slope, ahead, side = of_tile
     THREADS: gl.constexpr = sums_of_threads(s).type.layout
     return s, (slope, to_first_column(ahead, ROWS, THREADS), side)
@@ -181,7 +181,7 @@ def hopper_apply_masked(
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """Adds the columns' part of a linear decay; the rows' part is left to the softmax."""
+    """Adds the part of a linear decay that depends on the column. The softmax adds the part of each thread of a row."""
     slope, first, side = of_tile
     LAYOUT: gl.constexpr = s.type.layout
     lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
@@ -192,8 +192,8 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 def hopper_tell(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
-    """By how many tokens the first key comes after the first query; the side of the queries; the slope as seen from
-    that side, as bits.
+    """`(by how many tokens the first key comes after the first query, side of the queries, bits of the slope)`. The
+    slope has the sign with which it is added to scores on that side.
     """
     tensors, numbers, _, _, _, _ = args
     qk_scale, _, offset = of_tokens
@@ -207,15 +207,15 @@ def hopper_tell(
 
 @gluon.jit
 def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """The slope, and the other two numbers of `hopper_tell`."""
+    """`(slope, offset of the tile, side)`, from the numbers of `hopper_tell`."""
     ahead, side = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
     return as_float(heard_of(CHANGES, NUMBER, step, 2)), ahead, side
 
 
 @gluon.jit
 def hopper_of_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, qk_scale):
-    """Subtracts the decay, of which the rows' part is added to the exponents. of_tile: with the distance to the first
-    column of each thread.
+    """Subtracts the decay. In a linear decay, the part of each thread of a row is returned, to be added to exponents.
+    In `of_tile`, `to_first_column` replaces the offset of the tile.
     """
     slope, ahead, side = of_tile
     COLUMNS: gl.constexpr = s.shape[1]
@@ -231,13 +231,13 @@ def hopper_of_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 @gluon.jit
 def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
-    """A sum for each thread of a row."""
+    """Zero sums, one for each thread of a row."""
     return sums_of_threads(no_scores)
 
 
 @gluon.jit
 def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds, of_tile):
-    """Adds the gradients of the scores times their distances."""
+    """Subtracts the gradients of scores times their distances from the sums."""
     _, first, side = of_tile
     COLUMNS: gl.constexpr = ds.shape[1]
     LAYOUT: gl.constexpr = ds.type.layout
@@ -251,13 +251,13 @@ def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds,
 
 @gluon.jit
 def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, place):
-    """Writes the parts of the gradient of a head's slope, one for each key."""
+    """Writes the gradient of a query head's slope, in one part for each key."""
     _, _, _, _, learned, _ = args
     store_sums(learned[0], sums, place)
 
 
 class DistanceOnHopper(HopperKind):
-    """A decay."""
+    """A decay. Each item of the backward writes a part of the slope's gradient for each of its keys."""
 
     learns = is_added = at_all_dims = goes_beside = reads_blocks = True
     adds = "threads"

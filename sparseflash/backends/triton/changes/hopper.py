@@ -1,60 +1,68 @@
 """The interface between the Hopper kernels and a score modification: its device functions, facts and arguments.
 
-As `kind.py` for the portable kernels: each kernel takes all score modifications as one compile-time object and does not
-depend on their kinds. Each kind has a `HopperKind` in its file, prepared for one kernel. The first two arguments of
-every device function are CHANGES and NUMBER; the functions of one kind share no other state than what they return.
+As in `kind.py` for the portable kernels, a kernel takes all score modifications of a call as one compile-time object
+and does not depend on their kinds. The file of each kind has a `HopperKind`. One object of it is prepared for the
+forward, another for the backward. The first two arguments of every device function are the compile-time constants
+CHANGES and NUMBER. A device function gets values from others only by their results, as described here.
 
-The forward. `args` are `(tensors, numbers, integers, descriptor)`. The loading warp calls
+In the forward, `args` is `(tensors, numbers, integers, descriptor)`. The loading warp calls
 
-- `buffers(args, BLOCK_N, STAGES, GROUPS)`: allocates shared memory and its barriers; the others get the result.
-- `record(args, record, number, head, q_len, k_len)`: writes OF_CHANGE_FIRST and OF_CHANGE_SECOND of an item's
-  record. At most one of the score modifications of a call has it.
-- `load_with_keys(args, buffers, stage, bar, batch, head, first_k)`: loads what belongs to a step's keys; the barrier of
-  the keys expects BYTES_OF_KEY for each key.
-- `load_last(args, buffers, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)`: loads after keys and
-  values, with barriers of its own.
+- `buffers(args, BLOCK_N, STAGES, GROUPS)`: allocates shared memory and mbarriers. The result is the argument `buffers`
+  of other functions.
+- `record(args, record, number, head, q_len, k_len)`: returns an item's record with OF_CHANGE_FIRST and OF_CHANGE_SECOND
+  filled in. At most one score modification of a call has this function.
+- `load_with_keys(args, buffers, stage, bar, batch, head, first_k)`: starts loads that complete on the mbarrier of the
+  keys, which expects BYTES_OF_KEY more bytes for each key.
+- `load_last(args, buffers, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)`: starts loads after those of
+  keys and values, with mbarriers of its own.
 
-The warpgroups call, with `item` = `(record_s, turn, q_len, k_len - q_len, qk_scale)` and C, the number of the
-warpgroup:
+The warpgroups call the following functions. `item` is `(record_s, turn, q_len, k_len - q_len, qk_scale)`, and C is the
+number of the warpgroup.
 
-- `no_item()`, `begin_item(args, item, C, BLOCK_N)`: what is kept of an item, a tuple of numbers.
-- `begin_tile(args, of_item, block, item, C, BLOCK_N)`: `(what is kept of a tile, whether apply_masked must change it)`.
-- `multiply(args, buffers, s, stage, Q)`: adds a matrix product to the scores, which may be in flight. Q: the layout of
-  its first operand.
-- `apply(args, buffers, s, of_tile, step, C)`: `(new scores, new of_tile)`.
-- `apply_masked(args, s, of_tile, block, item, C, BLOCK_N)`: new scores, in tiles that are masked by bits.
-- `of_rows(args, s, of_tile, item, BLOCK_N)`: `(new scores, what is to be added to them)`: a number for the tile, or one
-  for each thread of a row if `adds` is "threads".
-- `finish_rows(args, maximum, total, head)`: `(maximum, total, factor of the accumulator)` at the end of an item.
+- `no_item()`, `begin_item(args, item, C, BLOCK_N)`: return a tuple of numbers that is kept for an item, as `of_item`;
+  `no_item` before the first item.
+- `begin_tile(args, of_item, block, item, C, BLOCK_N)`: returns `(of_tile, whether apply_masked must run)`. `of_tile` is
+  kept for the tile.
+- `multiply(args, buffers, s, stage, Q)`: adds a matrix product to the scores, whose own product may still be running.
+  Q: the layout of its first operand.
+- `apply(args, buffers, s, of_tile, step, C)`: returns `(new scores, new of_tile)`.
+- `apply_masked(args, s, of_tile, block, item, C, BLOCK_N)`: returns new scores, in tiles that are masked by bits.
+- `of_rows(args, s, of_tile, item, BLOCK_N)`: returns `(new scores, number)`. The softmax adds the number to the scores:
+  one for the tile, or one for each thread of a row if `adds` is "threads".
+- `finish_rows(args, maximum, total, head)`: returns `(maximum, total, factor of the accumulator)` at the end of an
+  item.
 
-The backward, where rows of scores are keys. `args` are `(tensors, numbers, integers, descriptor, memory for gradients,
-descriptor of gradients)`, `of_tokens` `(qk_scale, queries, keys minus queries of a sequence)`. The loading warp calls
+In the backward, rows of scores are keys. `args` is `(tensors, numbers, integers, descriptor, memory for gradients,
+descriptor of gradients)`, and `of_tokens` is `(qk_scale, queries, keys minus queries of a sequence)`. The loading warp
+calls
 
 - `buffers(args, ROWS, KEYS)`: as in the forward.
-- `begin(args, of_tokens)`: once a program; `tell` gets the result.
-- `tell(args, begun, place, of_tokens, ROWS)`: `(numbers for the warpgroups, what load_last gets)` of a step. `place`:
-  `(batch, head, number of the head in its group, first query, first key)`. The warpgroups read the `told` numbers by
-  `record.heard_of`.
-- `load_last(args, buffers, step, kept)`: loads after queries and dout, with barriers of its own.
+- `begin(args, of_tokens)`: called once in each program. The result is the argument `begun` of `tell`.
+- `tell(args, begun, place, of_tokens, ROWS)`: returns `(numbers, kept)` for a step. The loading warp passes the
+  numbers, as many as `told`, to the warpgroups through shared memory, where `record.heard_of` reads them. `place` is
+  `(batch, head, number of the head in its group, first query, first key)`.
+- `load_last(args, buffers, step, kept)`: starts loads after those of queries and dout, with mbarriers of its own.
 
-The warpgroups call, with `step` = `(number_s, stage, number of the step, of_tokens)`:
+The warpgroups call the following functions. `step` is `(number_s, stage, number of the step, of_tokens)`.
 
-- `start(no_scores)`: sums for the gradients of tensors, without a gradient: every item begins with them. no_scores:
+- `start(no_scores)`: returns the sums, still zero, that an item keeps for the gradients of tensors. `no_scores` are
   zeros in the layout of scores.
-- `begin_tile(args, step, no_scores)`: what is kept of a tile.
-- `apply(args, buffers, s, of_tile, step)`: new scores.
-- `apply_masked(args, s, of_tile)`: `(new scores, new of_tile)`, in tiles that are masked.
-- `of_rows(args, s, of_tile, qk_scale)`: `(new scores, what is to be added to exponents, new of_tile)`; see `adds`.
-- `derivative(args, p, s, of_tile)`: p times the derivative of the modified scores s. Where one has it, s does not
-  include -lse, and dead scores are `backward.DEAD`.
-- `gradient(args, sums, ds, of_tile)`: the new sums.
-- `store(args, ds_s, step, batch, first_k)`: stores the gradients of a tile's scores, where these are the gradients of a
-  tensor.
-- `gradient_later(args, sums, half_ds, of_tile, step, place, no_sums)`: the new sums, from gradients of 16 bits, which
-  the last product still reads; those in fp32 would have to stay in registers until here. place: `(the item's place
-  among sums, query heads of the group)`; no_sums: the result of `start`.
-- `finish_head(args, sums, place)`: writes the sums of a query head at `place`, after which they begin anew.
-- `finish(args, sums)`: at the end of an item.
+- `begin_tile(args, step, no_scores)`: returns `of_tile`, as in the forward.
+- `apply(args, buffers, s, of_tile, step)`: returns new scores.
+- `apply_masked(args, s, of_tile)`: returns `(new scores, new of_tile)`, in tiles that are masked.
+- `of_rows(args, s, of_tile, qk_scale)`: returns `(new scores, number, new of_tile)`. The kernel adds the number to
+  the exponents; see `adds`.
+- `derivative(args, p, s, of_tile)`: returns p times the derivative of the modified scores s. If any score modification
+  has this function, s does not include -lse, and dead scores are `backward.DEAD`.
+- `gradient(args, sums, ds, of_tile)`: returns the new sums.
+- `store(args, ds_s, step, batch, first_k)`: stores the gradients of a tile's scores, if they are also the gradients of
+  a tensor.
+- `gradient_later(args, sums, half_ds, of_tile, step, place, no_sums)`: returns the new sums, from 16-bit gradients. It
+  runs while the product for dk still reads these gradients, after dq has left its registers. Gradients in fp32 would
+  need registers of their own until then. `place` is `(the item's place among sums, query heads of the group)`, and
+  `no_sums` the result of `start`.
+- `finish_head(args, sums, place)`: writes the sums of a query head at `place`; the next head begins with `no_sums`.
+- `finish(args, sums)`: writes the sums of an item.
 """
 
 from __future__ import annotations
@@ -74,71 +82,69 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.schedule.plan import Plan
     from sparseflash.scores.change import Scores
 
-# Numbers that the backward's loading warp passes to the warpgroups a step, at least. Fewer would move the buffers of
-# plain kernels, which have been measured like this.
+# The fewest numbers that the backward's loading warp passes to the warpgroups in a step. With fewer, the buffers of
+# plain kernels would move, and plain kernels have been measured with this layout.
 _LEAST_TOLD = 5
-# An example of memory for sums, whose size the kernels do not depend on.
+# An example of memory for sums. Compiled kernels do not depend on its size.
 _SOME_SUMS = torch.empty(16, dtype=torch.float32, device="meta")
 
 
 class Units(NamedTuple):
     """The units of scores in a kernel, see `hopper/scores.py`."""
 
-    qk_scale: float  # scores times this are exponents of 2
-    inverse_unit: float  # what is added to scores is multiplied by this
-    cap_scale: float  # and products of queries and keys by this, if they are not in units already
+    qk_scale: float  # the factor from scores to exponents of 2
+    inverse_unit: float  # the factor of numbers that are added to scores
+    cap_scale: float  # the factor of products of queries and keys, if a score modification needs it
 
 
 class HopperRequest(NamedTuple):
-    """What score modifications are prepared for."""
+    """The layout and the kernel that score modifications are prepared for."""
 
     dtype: torch.dtype
     k_len: int
     device: torch.device
     units: Units
-    rows: int  # queries and keys that the kernel loads at a time
-    keys: int
+    rows: int  # queries that the kernel loads at a time
+    keys: int  # keys that it loads at a time
     backward: bool
 
 
 class Given(NamedTuple):
-    """Tensors of a call: those for a kernel's device functions, and the one of its descriptor."""
+    """The tensors of a call that a score modification passes to a kernel."""
 
-    tensors: tuple[Tensor, ...] = ()
-    described: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()  # arguments of its device functions
+    described: Tensor | None = None  # read by its TMA descriptor
 
 
 class HopperKind:
     """One score modification, prepared for one of the kernels and tensors of one layout."""
 
-    # Facts of all of a kind. Whether the kernels compute gradients for its tensors; whether it is added to scores, and
-    # so divided by their unit; whether it takes so few registers, and no shared memory, that it runs at all head dims.
-    learns = False
-    is_added = False
-    at_all_dims = False
-    # Whether the kernels have been tried with it beside others than a sink; `support.py` knows which others.
+    # Facts of the kind, in both kernels.
+    learns = False  # the kernels compute gradients for its tensors
+    is_added = False  # it is added to scores, and so divided by their unit
+    at_all_dims = False  # it needs no shared memory and few registers, so it runs at all head dims
+    # It has been tried beside other kinds than a sink. `support.py` lists the combinations.
     goes_beside = False
     # Names of its tensors as arguments of `combine_rows_kernel`, which completes the rows of chunks.
     merging: tuple[str, ...] = ()
 
-    # Facts of the forward: whether its functions need the number of the tile; whether the branch for masked tiles needs
-    # a shuffle, without which ptxas would predicate it; bytes that are loaded with each key.
-    reads_blocks = False
+    # Facts of the forward.
+    reads_blocks = False  # its functions need the number of the tile
+    # The branch for masked tiles must stay a branch. A shuffle in it keeps ptxas from turning it into predicates.
     keeps_branch = False
-    bytes_of_key = 0
-    # How the softmax keeps maxima: times qk_scale; so, but by a coarser scale where they are large; or without the
-    # scale. Where all scores of a query are as low as a bias can be, a fused multiplication and subtraction of the
-    # maximum would leave an arbitrary number instead of 0.
+    bytes_of_key = 0  # that are loaded with each key
+    # How the softmax keeps maxima: "scaled" by qk_scale; "coarse": large ones are scaled by a power of two instead, see
+    # `forward.scale_of_rows`; "unscaled". If all scores of a query are as low as a bias can be, a fused multiplication
+    # and subtraction of a scaled maximum would leave an arbitrary number instead of 0.
     maxima: Literal["scaled", "coarse", "unscaled"] = "scaled"
 
-    # Facts of both kernels: whether scores may be NaN past the lengths; what the second result of `of_rows` is for, in
-    # the forward not for "rows".
-    may_be_nan = False
+    # Facts of both kernels.
+    may_be_nan = False  # scores past the lengths may be NaN
+    # What the number from `of_rows` belongs to: the tile, each row (only in the backward), or each thread of a row.
     adds: Literal["tile", "rows", "threads"] = "tile"
-    # Facts of the backward: how many numbers `tell` returns.
-    told = 0
+    told = 0  # in the backward, how many numbers `tell` returns
 
-    functions: Mapping[str, Any] = {}  # of the kernel it is prepared for; without any, the kernel does not need it
+    functions: Mapping[str, Any] = {}  # of the kernel that it is prepared for; empty if that kernel ignores it
     facts: Mapping[str, Any] = {}  # compile-time constants of its functions, by upper-case names
     numbers: tuple[float, ...] = ()
     whole: tuple[int, ...] = ()
@@ -182,7 +188,7 @@ class HopperKind:
 
 
 class HopperChanges(Changes):
-    """All score modifications of a kernel, and what they are together."""
+    """All score modifications of a kernel. Facts about all of them have upper-case names, for the kernel to read."""
 
     def __init__(self, kinds: Sequence[HopperKind]) -> None:
         told = sum(each.told for each in kinds)
@@ -202,7 +208,7 @@ class HopperChanges(Changes):
         maxima = {each.maxima for each in kinds}
         self.MAY_BE_COARSE = "coarse" in maxima
         self.KEEPS_UNITS = "unscaled" in maxima or (self.MAY_BE_COARSE and self.BY_THREAD)
-        # Of the backward. Number 0 of a step is the tile's, the last the query head's in its group.
+        # Of the backward. The first number of a step is the tile's, the last is the query head's number in its group.
         self.ARE_LEARNED = tuple(each.sums is not None for each in kinds)
         self.HAVE_SUMS = any(self.ARE_LEARNED)
         self.HAVE_SUMS_OF_HEADS = any("finish_head" in each.functions for each in kinds)
@@ -267,5 +273,5 @@ class HopperChanged:
 
 
 def examples_of(given: Given) -> Given:
-    """The same tensors on the meta device."""
+    """Tensors of the same layout on the meta device."""
     return Given(tuple(map(like, given.tensors)), None if given.described is None else like(given.described))

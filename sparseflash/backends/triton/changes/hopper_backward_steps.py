@@ -69,7 +69,7 @@ def tell(CHANGES: gl.constexpr, changes, of_program, place, of_tokens, number_s,
 
 @gluon.jit
 def load_last(CHANGES: gl.constexpr, changes, buffers, step, kept):
-    """Loads after queries and dout, with barriers of its own."""
+    """Starts loads after those of queries and dout, with mbarriers of their own."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_last is not None:
             CHANGES.kinds[i].load_last(CHANGES, i, changes[i], buffers[i], step, kept[i])
@@ -80,7 +80,7 @@ def load_last(CHANGES: gl.constexpr, changes, buffers, step, kept):
 
 @gluon.jit
 def begun_tiles(CHANGES: gl.constexpr, changes, step, no_scores):
-    """What each score modification keeps of a tile."""
+    """The `of_tile` of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin_tile is None:
@@ -153,7 +153,7 @@ def times_derivatives(CHANGES: gl.constexpr, changes, p, s, of_tiles):
 
 @gluon.jit
 def store_gradients(CHANGES: gl.constexpr, changes, ds_s, step, batch, first_k):
-    """Stores the gradients of the scores, where one score modification has them as its own."""
+    """Stores the gradients of the scores, if they are the gradients of a score modification's tensor."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].store is not None:
             CHANGES.kinds[i].store(CHANGES, i, changes[i], ds_s, step, batch, first_k)
@@ -164,7 +164,7 @@ def store_gradients(CHANGES: gl.constexpr, changes, ds_s, step, batch, first_k):
 
 @gluon.jit
 def started(CHANGES: gl.constexpr, no_scores):
-    """The sums of each score modification without a gradient."""
+    """The zero sums of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].start is None:
@@ -176,7 +176,7 @@ def started(CHANGES: gl.constexpr, no_scores):
 
 @gluon.jit
 def plus_gradients(CHANGES: gl.constexpr, changes, sums, ds, of_tiles):
-    """The sums after the gradients of a tile, in fp32."""
+    """Adds a tile's fp32 gradients to the sums."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].gradient is None:
@@ -188,7 +188,7 @@ def plus_gradients(CHANGES: gl.constexpr, changes, sums, ds, of_tiles):
 
 @gluon.jit
 def plus_later_gradients(CHANGES: gl.constexpr, changes, sums, half_ds, of_tiles, step, place, no_sums):
-    """The sums after the gradients of a tile, in 16 bits, once dq has left its registers."""
+    """Adds a tile's 16-bit gradients to the sums, after dq has left its registers."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].gradient_later is None:

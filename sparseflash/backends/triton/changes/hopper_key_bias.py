@@ -1,7 +1,9 @@
-"""A bias for each key in the Hopper kernels, which read it in the units of their scores, each row in whole tiles.
+"""A bias for each key in the Hopper kernels. At every call a kernel converts the biases to the units of scores and pads
+each row of biases to whole tiles of keys.
 
-The forward adds them by a matrix instruction, like more channels: keys have the three pieces of a bias, of 8 bits each,
-and queries have ones. In the backward, where rows are keys, the bias is part of an addition that is needed anyway.
+The forward adds biases by a matrix instruction, as if q and k had more channels: there a key has its bias, split into
+three pieces of 8 bits, and a query has ones. In the backward, where rows of scores are keys, the bias is part of an
+addition that is needed anyway.
 """
 
 from __future__ import annotations
@@ -82,14 +84,14 @@ def hopper_buffers(
 
 @gluon.jit
 def hopper_load_with_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, stage, bar, batch, head, first_k):
-    """Loads the biases of the keys, as further channels."""
+    """Starts the load of the biases of a stage of keys."""
     _, _, rows_of, desc = args
     async_load(desc, [batch * rows_of[0] + head * rows_of[1], 0, first_k], bar, buffers.index(stage))
 
 
 @gluon.jit
 def hopper_multiply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, stage, Q: gl.constexpr):
-    """Adds the biases: queries have ones in these channels."""
+    """Adds the biases to the scores, by a product of ones with the pieces of the biases."""
     ones = gl.full([ROWS, CHANNELS], 1.0, gl.bfloat16, layout=Q)
     return warpgroup_mma(ones, buffers.index(stage), accumulator(s), is_async=True)
 
@@ -101,7 +103,7 @@ def hopper_multiply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, 
 def hopper_tell(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
-    """The number of the tile of biases among those of all rows."""
+    """The index of this step's tile of biases, counted over all rows."""
     _, _, rows_of, _, _, _ = args
     _, q_len, offset = of_tokens
     batch, head, _, _, first_k = place
@@ -111,7 +113,7 @@ def hopper_tell(
 
 @gluon.jit
 def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """The biases of the keys."""
+    """The biases of the step's keys, one for each row of scores."""
     tensors, _, _, _, _, _ = args
     bias_ptr = tensors[0] + gl.cast(heard_of(CHANGES, NUMBER, step, 0), gl.int64) * KEYS
     return gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, no_scores.type.layout)))
@@ -119,19 +121,21 @@ def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scor
 
 @gluon.jit
 def hopper_apply_masked(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, bias):
-    """Adds the biases before the mask: the bias of a dead key need not be finite."""
+    """Adds the biases before the mask is applied, because the bias of a dead key need not be finite; none is left for
+    `of_rows`.
+    """
     return s + bias[:, None], gl.zeros([KEYS], gl.float32, layout=gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, bias, qk_scale):
-    """The biases, which are added to the exponents."""
+    """The biases as a number for each row, which the kernel adds to the exponents."""
     return s, bias * qk_scale, bias
 
 
 @gluon.jit
 def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
-    """A sum for each thread of a row."""
+    """Zero sums, one for each thread of a row."""
     return sums_of_threads(no_scores)
 
 
@@ -139,19 +143,19 @@ def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
 def hopper_gradient_later(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_sums
 ):  # fmt: skip
-    """Adds the gradients of the scores."""
+    """Adds the gradients of a tile's scores to the sums of their keys."""
     return sums + sums_of_threads(read_later(half_ds).to(gl.float32))
 
 
 @gluon.jit
 def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, place):
-    """Writes the gradients of the biases of a head."""
+    """Writes the gradients of a query head's biases."""
     _, _, _, _, learned, _ = args
     store_sums(learned[0], sums, place)
 
 
 class KeyBiasOnHopper(HopperKind):
-    """A key bias, which a kernel of its own prepares at every call: in pieces for the forward."""
+    """A key bias. `biases_kernel` prepares it at every call, in pieces for the forward."""
 
     learns = is_added = goes_beside = True
     maxima = "coarse"
@@ -204,5 +208,5 @@ class KeyBiasOnHopper(HopperKind):
 
 
 def readable(change: Any) -> Tensor:
-    """The bias of keys, contiguous."""
+    """The values of a key bias, contiguous and aligned."""
     return aligned_start(change.values.contiguous())

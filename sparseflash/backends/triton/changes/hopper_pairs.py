@@ -1,5 +1,6 @@
-"""Biases of (query, key) pairs in the Hopper kernels, which read them without a copy, and their gradients. They have a
-number for every pair, or are stored for the live tiles of the mask.
+"""Biases of (query, key) pairs in the Hopper kernels, and their gradients. The kernels read them without a copy.
+
+`PairsOnHopper` has a number for every pair, `StoredPairsOnHopper` only for the pairs in live tiles of the mask.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def hopper_buffers(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for one tile of each warpgroup."""
+    """Shared memory for one tile of the bias for each warpgroup."""
     _, _, _, desc = args
     return pair_buffers(desc, GROUPS, ROWS, BLOCK_N, 128)
 
@@ -91,7 +92,7 @@ def hopper_load(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, is_item, batch, head, first_q, first_k,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Loads the tile of each warpgroup."""
+    """Starts the load of each warpgroup's tile of the bias."""
     _, _, strides, desc = args
     load_boxes(desc, buffers, (batch * strides[0], head * strides[1], first_q, first_k), step, is_item, GROUPS)
 
@@ -101,7 +102,7 @@ def hopper_load_stored(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, is_item, batch, head, first_q, first_k,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Loads the stored tile of each warpgroup."""
+    """Starts the load of each warpgroup's stored tile."""
     tensors, _, whole, desc = args
     at = place_of_pairs(tensors, whole, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
     load_boxes(desc, buffers, at, step, is_item, GROUPS)
@@ -109,7 +110,7 @@ def hopper_load_stored(
 
 @gluon.jit
 def load_boxes(desc, buffers, at, step, is_item, GROUPS: gl.constexpr):
-    """Loads a box of the bias for each warpgroup, the first from `at` on."""
+    """Starts the load of one box of the bias for each warpgroup. The first box begins at `at`."""
     pair_s, full, empty = buffers
     for c in gl.static_range(GROUPS):
         mbarrier.wait(empty.index(c), (step & 1) ^ 1)
@@ -122,7 +123,7 @@ def load_boxes(desc, buffers, at, step, is_item, GROUPS: gl.constexpr):
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
-    """Adds the loaded tile to the scaled scores."""
+    """Multiplies the scores by the scale and adds the loaded tile."""
     _, numbers, _, _ = args
     pair_s, full, empty = buffers
     mbarrier.wait(full.index(C), step & 1)
@@ -137,7 +138,7 @@ def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, 
 
 @gluon.jit
 def hopper_buffers_of_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Shared memory for the tile of a step."""
+    """Shared memory for one step's tile of the bias."""
     _, _, _, desc, _, _ = args
     return pair_buffers(desc, 1, ROWS, KEYS, THREADS)
 
@@ -146,7 +147,7 @@ def hopper_buffers_of_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, RO
 def hopper_tell(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
-    """The first query and the head, and where the tile begins."""
+    """`((first query, head), where the tile begins in the bias)`; the gradient is stored at the first two."""
     _, _, strides, _, _, _ = args
     batch, head, _, first_q, first_k = place
     head = head * strides[1]
@@ -157,7 +158,7 @@ def hopper_tell(
 def hopper_tell_stored(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
-    """The first row of the stored tile, and where the tile begins."""
+    """`((first row of the stored tile,), where the tile begins in the bias)`; the gradient is stored at that row."""
     tensors, _, whole, _, _, _ = args
     batch, head, _, first_q, first_k = place
     at = place_of_pairs(tensors, whole, batch, head, first_q, first_k, TILE_ROWS, KEYS)
@@ -166,7 +167,7 @@ def hopper_tell_stored(
 
 @gluon.jit
 def hopper_load_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, at):
-    """Loads the tile of a step."""
+    """Starts the load of a step's tile."""
     _, _, _, desc, _, _ = args
     pair_s, full, empty = buffers
     mbarrier.wait(empty.index(0), (step & 1) ^ 1)
@@ -176,7 +177,7 @@ def hopper_load_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers,
 
 @gluon.jit
 def hopper_apply_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """Adds the loaded tile."""
+    """Adds a step's loaded tile to the scores."""
     _, numbers, _, _, _, _ = args
     _, _, number, _ = step
     pair_s, full, empty = buffers
@@ -188,7 +189,7 @@ def hopper_apply_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers
 
 @gluon.jit
 def hopper_store(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, batch, first_k):
-    """Stores the gradients of a tile."""
+    """Starts the store of a tile's gradients."""
     _, _, _, _, _, desc = args
     first_q, head = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
     async_store(desc, [batch, head, first_q, first_k], ds_s)
@@ -196,7 +197,7 @@ def hopper_store(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, 
 
 @gluon.jit
 def hopper_store_stored(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, batch, first_k):
-    """Stores the gradients of a stored tile."""
+    """Starts the store of a stored tile's gradients."""
     _, _, _, _, _, desc = args
     async_store(desc, [0, 0, heard_of(CHANGES, NUMBER, step, 0), 0], ds_s)
 
@@ -223,8 +224,8 @@ class _LiveTiles:
 
 
 class PairsOnHopper(HopperKind):
-    """A pair bias. The backward writes the gradients of live tiles, of a bias that no batch elements or heads share.
-    Dead tiles, half of a causal mask, are zeroed by a kernel of their own.
+    """A pair bias. Its gradient is computed if no batch elements or heads share it: the backward writes the gradients
+    of live tiles, and `clear_kernel` zeroes the dead tiles, which are half of a causal mask.
     """
 
     learns = is_added = keeps_branch = may_be_nan = True
@@ -262,7 +263,7 @@ class PairsOnHopper(HopperKind):
         return given.described
 
     def _learn(self) -> None:
-        """Prepares the gradient."""
+        """Prepares the descriptor of the gradient and the kernel that zeroes dead tiles."""
         values = self._values(self.examples)
         padded = with_padded_rows(values)
         self._q_len, k_len = values.shape[2:]
@@ -303,7 +304,7 @@ class PairsOnHopper(HopperKind):
 
 
 class StoredPairsOnHopper(PairsOnHopper):
-    """A tile bias. The backward writes all tiles of the pattern of a batch element and head."""
+    """A tile bias. For each batch element and head, the backward writes the gradients of all tiles of its pattern."""
 
     _loads, _tells, _told, _stores = hopper_load_stored, hopper_tell_stored, 1, hopper_store_stored
 
@@ -322,7 +323,9 @@ class StoredPairsOnHopper(PairsOnHopper):
         return None
 
     def memory(self, change: Any, call: HopperCall, bound: Any) -> Given:
-        """With the tiles of other heads' patterns zeroed."""
+        """Memory for the gradients of all tiles. If there are several patterns, it is zeroed, because a head leaves the
+        tiles of other patterns unwritten.
+        """
         if self.describe_learned is None:
             return Given()
         found = torch.empty_like(change.values, memory_format=torch.contiguous_format)

@@ -25,7 +25,7 @@ def arguments_of_changes(CHANGES: gl.constexpr, tensors, numbers, whole, desc):
 def buffers_of_changes(
     CHANGES: gl.constexpr, changes, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
-    """The shared memory of a stream for each score modification."""
+    """The shared memory of each score modification, for one stream."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].buffers is None:
@@ -46,7 +46,7 @@ def recorded(CHANGES: gl.constexpr, changes, record, number, head, q_len, k_len)
 
 @gluon.jit
 def load_with_keys(CHANGES: gl.constexpr, changes, buffers, stage, bar, batch, head, first_k):
-    """Loads what belongs to the keys of a step."""
+    """Starts loads that complete with the keys of a step."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_with_keys is not None:
             CHANGES.kinds[i].load_with_keys(CHANGES, i, changes[i], buffers[i], stage, bar, batch, head, first_k)
@@ -57,7 +57,7 @@ def load_last(
     CHANGES: gl.constexpr, changes, buffers, step, is_item, batch, head, first_q, first_k, GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Loads what has one buffer for each warpgroup, which is freed last."""
+    """Starts loads after those of keys and values. They have one buffer for each warpgroup, which is freed last."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_last is not None:
             CHANGES.kinds[i].load_last(
@@ -70,7 +70,7 @@ def load_last(
 
 @gluon.jit
 def no_items(CHANGES: gl.constexpr):
-    """What each score modification keeps before the first item."""
+    """The `of_item` of each score modification before the first item."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].no_item is None:
@@ -82,7 +82,7 @@ def no_items(CHANGES: gl.constexpr):
 
 @gluon.jit
 def begun_items(CHANGES: gl.constexpr, changes, of_items, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """What each score modification keeps of an item."""
+    """The `of_item` of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin_item is None:
@@ -96,7 +96,7 @@ def begun_items(CHANGES: gl.constexpr, changes, of_items, item, C: gl.constexpr,
 def begun_tiles(
     CHANGES: gl.constexpr, changes, of_items, is_mixed, block, item, C: gl.constexpr, BLOCK_N: gl.constexpr
 ):  # fmt: skip
-    """`(what each score modification keeps of a tile, whether bits mask its scores or one must change them)`."""
+    """`(of_tile of each score modification, whether the tile is masked by bits or changed by apply_masked)`."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin_tile is None:
@@ -143,8 +143,8 @@ def changed_in_masked_tiles(
 
 @gluon.jit
 def left_to_rows(CHANGES: gl.constexpr, changes, s, of_tiles, item, BLOCK_N: gl.constexpr):
-    """`(scores, what is still to be added to them)` after `of_rows` of each score modification: a number for the tile,
-    or for each thread of a row.
+    """`(scores, number)` after `of_rows` of each score modification. The softmax adds the number: one for the tile, or
+    one for each thread of a row.
     """
     added = 0.0
     for i in gl.static_range(len(CHANGES.kinds)):

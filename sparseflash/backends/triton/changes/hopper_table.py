@@ -1,4 +1,7 @@
-"""A relative position table in the Hopper kernels, which read it by distance and in the units of their scores."""
+"""A relative position table in the Hopper kernels.
+
+At every call a kernel expands the table to an entry for each distance, in the units of scores.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def entries_kernel(
 
 @gluon.jit
 def hopper_record(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, record, number, head, q_len, k_len):
-    """Writes the entries of the first distance and of the last."""
+    """Writes the entries of the first and of the last distance to the record of an item."""
     tensors, _, _, _ = args
     here_ptr = entries_of_head(tensors[0], head, q_len, k_len - q_len)
     first_entry, last_entry = gl.load(here_ptr + (1 - q_len)), gl.load(here_ptr + (k_len - 1))
@@ -83,13 +86,13 @@ def hopper_record(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, record, num
 
 @gluon.jit
 def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
-    """No tiles."""
+    """Before the first item: two numbers in place of the result of `outer_tiles`."""
     return 0, 0
 
 
 @gluon.jit
 def hopper_begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Which tiles have one entry because they are far away: see `outer_tiles`."""
+    """The limits beyond which all scores of a tile have one entry: see `outer_tiles`."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     return outer_tiles(
@@ -103,7 +106,7 @@ def hopper_begin_tile(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_item, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """`(entry, whether all scores share one, whether this is the last distance's, or the first's)`."""
+    """`(entry, whether all scores of the tile share it, whether it is the last distance's, whether the first's)`."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     past_until, future_from = of_item
@@ -123,7 +126,7 @@ def hopper_apply_masked(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Adds each score's own entry, unless they share one."""
+    """Adds an entry to each score, unless the scores of the tile share one."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     if not of_tile[1]:
@@ -135,7 +138,7 @@ def hopper_apply_masked(
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """The shared entry, which is left to the softmax."""
+    """The entry that the scores of the tile share, or 0; the softmax adds it."""
     record_s, turn, _, _, _ = item
     entry, _, is_past, is_future = of_tile
     first, last = field(record_s, turn, FIRST_ENTRY), field(record_s, turn, LAST_ENTRY)
@@ -147,7 +150,7 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 @gluon.jit
 def hopper_begin(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_tokens):
-    """See `outer_runs`."""
+    """The first and the last run of distances with one entry: see `outer_runs`."""
     tensors, _, _, _, _, _ = args
     _, q_len, offset = of_tokens
     return outer_runs(tensors[1], q_len, offset)
@@ -155,8 +158,13 @@ def hopper_begin(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_tokens):
 
 @gluon.jit
 def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, of_tokens, ROWS: gl.constexpr):
-    """By how many tokens the first key comes after the first query, or for gradients the bucket if all scores share one
-    entry; whether they do; this entry, as bits, or 0; the head, plus its number in the group times MOST_HEADS.
+    """Four numbers for the warpgroups:
+
+    - by how many tokens the first key comes after the first query; with gradients, if all scores share an entry, its
+      bucket instead
+    - whether all scores share an entry
+    - the bits of this entry, or 0
+    - the head, plus its number in the group times MOST_HEADS
     """
     tensors, _, _, _, _, _ = args
     _, q_len, offset = of_tokens
@@ -172,14 +180,14 @@ def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, 
 
 @gluon.jit
 def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """The first three numbers of `hopper_tell`."""
+    """The first three numbers of `hopper_tell`, as an integer, a bool and a float."""
     ahead, is_shared = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1) != 0
     return ahead, is_shared, as_float(heard_of(CHANGES, NUMBER, step, 2))
 
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """Adds each score's own entry, unless they share one."""
+    """Adds an entry to each score, unless the scores of the tile share one."""
     tensors, _, _, _, _, _ = args
     ahead, is_shared, _ = of_tile
     if not is_shared:
@@ -193,13 +201,13 @@ def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, 
 
 @gluon.jit
 def hopper_of_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, qk_scale):
-    """The shared entry, which is added to the exponents."""
+    """The entry that the scores of the tile share, or 0; the kernel adds it to the exponents."""
     return s, of_tile[2] * qk_scale, of_tile
 
 
 @gluon.jit
 def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
-    """`(sums of the last tiles that share one entry, the place of its bucket)`."""
+    """`(sums over the latest tiles, all scores of which have one entry; the index of its bucket, -1 for none)`."""
     return sums_of_two_rows(no_scores), -1
 
 
@@ -207,7 +215,7 @@ def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
 def hopper_gradient_later(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_sums
 ):  # fmt: skip
-    """Adds the gradients of the scores to the sums if they share an entry, else to the entries."""
+    """Adds the gradients of a tile's scores: to the sums if the scores share an entry, else to their buckets."""
     tensors, _, whole, _, learned, _ = args
     of_item, group = place
     _, _, _, of_tokens = step
@@ -235,7 +243,7 @@ def hopper_finish(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums):
 
 
 class TableOnHopper(HopperKind):
-    """A table, which a kernel of its own expands at every call."""
+    """A relative position table, expanded by `entries_kernel` at every call."""
 
     learns = is_added = reads_blocks = True
 
@@ -287,6 +295,6 @@ class TableOnHopper(HopperKind):
 
 
 def table_of(change: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The relative position table in this dtype, its buckets and their runs."""
+    """The arguments of a relative position table, contiguous and aligned: entries in this dtype, buckets, runs."""
     given = {"table_ptr": in_dtype(change.table, dtype), "buckets_ptr": change.buckets, "until_ptr": change.until}
     return {name: aligned_start(x.contiguous()) for name, x in given.items()}

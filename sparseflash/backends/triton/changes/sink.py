@@ -66,7 +66,7 @@ class SinkKind(Kind):
 
 @gluon.jit
 def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximum, total, head):
-    """Adds the sink to the sums of rows."""
+    """Adds the sink to the maxima and sums of rows: `(maximum, total, factor of the accumulator)`."""
     tensors, _, _, _ = args
     sink = gl.cast(gl.load(tensors[0] + head), gl.float32) * LOG2E
     with_it = gl.maximum(maximum, sink)
@@ -75,7 +75,7 @@ def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximu
 
 
 class SinkOnHopper(HopperKind):
-    """A sink. The backward's lse includes it."""
+    """A sink. Only the forward adds it: the lse that the backward reads includes it."""
 
     learns = at_all_dims = goes_beside = True
     merging = ("sink_ptr",)

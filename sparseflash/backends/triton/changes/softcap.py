@@ -97,7 +97,7 @@ def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, 
 
 @gluon.jit
 def hopper_apply_again(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """As in the forward."""
+    """Caps the recomputed scores, which are in units of the cap."""
     _, numbers, _, _, _, _ = args
     return hyperbolic_tangent(s * numbers[0])
 
@@ -109,7 +109,7 @@ def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s, o
 
 
 class SoftcapOnHopper(HopperKind):
-    """A soft cap."""
+    """A soft cap. It has no tensors, and scores are in units of the cap."""
 
     at_all_dims = goes_beside = keeps_branch = True
 

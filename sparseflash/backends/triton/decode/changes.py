@@ -49,7 +49,7 @@ class Changes(NamedTuple):
 
     @classmethod
     def of(cls, changes: Scores | None) -> Changes:
-        """changes: as `Cached` has them, without a temperature."""
+        """changes: the field of `Cached`, without a temperature."""
         if changes is None:
             return _NONE
         cap, distance, codes, bias, sink = map(

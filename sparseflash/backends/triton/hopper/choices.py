@@ -1,14 +1,16 @@
-"""Chooses the tiles of the Hopper backward, and describes the Hopper kernels for `explain`."""
+"""Chooses the kernels and tiles of the Hopper backward, and describes the Hopper kernels for `explain`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sparseflash.backends.triton.family import KernelChoice
-from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, may_be_small
+from sparseflash.backends.triton.hopper.configs import BLOCK, LIMITS, SMALL, WIDEST_BACKWARD, may_be_small
 from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 
@@ -20,16 +22,45 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 MOST_FILLED = {64: 0.80, 128: 0.84}
 
 
-def backward_tile(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]) -> tuple[int, int]:
-    """The tiles of the backward: SMALL or BLOCK. Counting live tiles synchronises with the device, once per mask."""
-    if not may_be_small(block, dims, kinds):
-        return BLOCK
+class BackwardForm(NamedTuple):
+    """The kernels of a backward."""
+
+    tile: tuple[int, int]  # BLOCK or SMALL
+    in_two: bool  # one kernel for dk and dv, and one for dq; otherwise one for all, which adds dq in a fixed order
+
+
+def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kinds: Collection[str]) -> BackwardForm:
+    """The form of the backward. Counting live tiles synchronises with the device, once per mask. kinds: of score
+    modifications.
+    """
+    if may_be_small(block, dims, kinds) and _is_scattered(plan, dims):
+        return BackwardForm(SMALL, True)
+    q_len = plan.lists.tokens[0]
+    keys = plan.tiles_per_head * block[1] / -(-q_len // block[0])
+    is_few = has_few_queries(plan.lists.tokens, keys) and {"sink"}.issuperset(kinds)
+    return BackwardForm(BLOCK, is_few or max(dims) > WIDEST_BACKWARD)
+
+
+def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
+    """Whether too few of the blocks of 64 in live tiles of 128 are live."""
     retiling = plan.lists.retiling
     if retiling is None:  # of a mask that is made at every step; the tiles are not known on the host
-        return SMALL
+        return True
     most = next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
     live, united = plan.tiles_per_head * plan.lists.patterns, retiling.count(0, Tiling(*BLOCK))
-    return SMALL if live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1])) else BLOCK
+    return live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1]))
+
+
+def has_few_queries(tokens: tuple[int, int], keys: float) -> bool:
+    """Whether many tiles of keys add to few tiles of queries. keys: the mean number of keys of a query.
+
+    >>> has_few_queries((1024, 65_536), 65_536), has_few_queries((1024, 4096), 4096), has_few_queries((512, 4096), 4096)
+    (True, False, False)
+    """
+    q_len, k_len = tokens
+    # A mask makes rows differ in length.
+    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or keys < k_len
+    return many_keys and k_len > q_len * LIMITS.most_keys_a_query
 
 
 def reason_of_tile(

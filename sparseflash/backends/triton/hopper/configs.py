@@ -227,7 +227,8 @@ class Limits(NamedTuple):
     Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries
     of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 and 1.44 with 128; 16 queries of 65,536 keys 1.86 with 32
     heads; 64 queries 1.17 with 32 and 1.98 with 128; 77 queries of 4,096 keys 1.93 with 1,024; 200 queries of 16,384
-    keys 0.65 with 16. Their backward 0.06 to 0.48: many additions wait for one another.
+    keys 0.65 with 16. Their backward in one pass 0.06 to 0.48: many additions wait for one another; in
+    two kernels not measured yet (predicted 1.19 for 1,024 queries of 65,536 keys, 16 heads).
 
     Other head dims, 8 and 64 heads of 512 tokens, causal and dense. Forward: 80 0.93 to 1.14, 192/128 1.10 to 1.40, 256
     1.01 to 1.24. Backward: 80 0.99 to 1.14, 192/128 1.24 to 2.76, 256 0.91 to 1.86.
@@ -248,9 +249,11 @@ class Limits(NamedTuple):
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 512
     most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # for each query; beyond this the portable backward wins, and the forward
+    most_keys_a_query: int = 4  # for each query; beyond this the backward has two kernels
     few_queries: int = 16  # of many keys: below this number
     few_queries_other: int = 128  # the same at head dims without a configuration of their own
+    few_queries_dim: int = 128  # the least of D and Dv for the backward of few queries,
+    few_queries_items: int = 120  # and of the tiles of queries of all heads, which its kernel for dq does not cut
     forward_dim: int = 64  # the least of D and Dv
     backward_dim: int = 32
     forward_queries_other: int = 512  # at head dims without a configuration of their own

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
-from sparseflash.backends.triton.hopper.choices import backward_tile
-from sparseflash.backends.triton.hopper.configs import SMALL, WIDEST_BACKWARD, config_for, tile_for
+from sparseflash.backends.triton.hopper.choices import backward_form
+from sparseflash.backends.triton.hopper.configs import SMALL, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
@@ -45,11 +45,10 @@ def backward(
     score modifications need a gradient.
     """
     dims = q.shape[-1], v.shape[-1]
-    tile = backward_tile(setting.plan, setting.block, dims, () if changes is None else changes.kinds)
-    in_two = max(dims) > WIDEST_BACKWARD or tile == SMALL  # kernels, one for dk and dv, one for dq; they have no chains
+    tile, in_two = backward_form(setting.plan, setting.block, dims, () if changes is None else changes.kinds)
     programs = programs_of(setting.plan.device) * (2 if tile == SMALL else 1)
     plan = planned_backward(setting.plan, programs, tile)
-    size = tile, None if in_two else plan.chains, plan.parts > 0
+    size = tile, None if in_two else plan.chains, plan.parts > 0  # two kernels have no chains
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
         make = partial(WideBackwardLayout, tile=tile) if in_two else partial(BackwardLayout, chains=plan.chains)

@@ -9,6 +9,7 @@ import torch
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
+from sparseflash.backends.triton.hopper.choices import has_few_queries
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     LIMITS,
@@ -19,7 +20,6 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
-from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -53,18 +53,13 @@ def refuses(request: Request) -> str | None:
             f"they support only {_named(_AT_ALL_DIMS)} at head dims other than 64, 96 and 128, and where D and Dv "
             f"differ; got {_named(others)} at D = {dim} and Dv = {v_dim}"
         )
-    if request.backward and max(request.dims) > WIDEST_BACKWARD:
-        if others := [kind for kind in request.changes if kind != "sink"]:
-            found = _named(others, logarithmic=request.logarithmic)
-            return (
-                f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
-                f"Dv = {v_dim}"
-            )
-        if request.dynamic:
-            return (
-                f"their backward takes no mask that is made at every step above head dim {WIDEST_BACKWARD}; got "
-                f"D = {dim} and Dv = {v_dim}"
-            )
+    is_wide = request.backward and max(request.dims) > WIDEST_BACKWARD
+    if is_wide and (others := [kind for kind in request.changes if kind != "sink"]):
+        found = _named(others, logarithmic=request.logarithmic)
+        return (
+            f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
+            f"Dv = {v_dim}"
+        )
     if unknown := [kind for kind in request.learned if kind not in _LEARNED]:
         return f"they compute gradients for the tensors of {_named(_LEARNED)}; got {_named(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
@@ -158,11 +153,7 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    # A mask makes rows differ in length.
-    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len
-    few = LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
-    cuts = not backward and not request.dynamic and q_len >= few
-    if many_keys and not cuts and k_len > q_len * LIMITS.most_keys_a_query:
+    if has_few_queries(request.tokens, request.keys) and not _takes_few_queries(request):
         return (
             f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
             f"{k_len:,} keys"
@@ -204,6 +195,18 @@ def _not_measured(request: Request) -> str | None:
     if max(request.dims) > WIDEST_BACKWARD and (others := [kind for kind in request.changes if kind != "sink"]):
         return f"with {_named(others, logarithmic=request.logarithmic)}"
     return None
+
+
+def _takes_few_queries(request: Request) -> bool:
+    """Whether these kernels are chosen for few queries of many keys."""
+    q_len = request.tokens[0]
+    if request.dynamic:
+        return False
+    if not request.backward:
+        return q_len >= (LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other)
+    is_plain = {"sink"}.issuperset(request.changes)
+    items = request.heads * -(-q_len // BLOCK[0])  # of the kernel for dq
+    return is_plain and min(request.dims) >= LIMITS.few_queries_dim and items >= LIMITS.few_queries_items
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:

@@ -312,7 +312,7 @@ def size_kernel(
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sort keys of many work items: see launch_order.py."""
+    """Writes the sort keys of many work items: see `worklists.start_order`."""
     number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     size = _size_of(
         number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP

@@ -37,8 +37,6 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
         ("they take head dims that are multiples of 8 up to 256; got D = 64 and Dv = 264", {"dims": (64, 264)}),
         ("their backward supports only a sink above head dim 128; got softcap at D = 256 and Dv = 256",
          {"dims": (256, 256), "backward": True, "changes": ("softcap", "sink")}),
-        ("their backward takes no mask that is made at every step above head dim 128; got D = 192 and Dv = 128",
-         {"dims": (192, 128), "backward": True, "dynamic": True}),
         ("they support only softcap, alibi, log_decay, sink at head dims other than 64, 96 and 128, and where D and Dv "
          "differ; got key_bias at D = 80 and Dv = 80", {"dims": (80, 80), "changes": ("key_bias", "sink")}),
         ("they have no dropout", {"dropout": True}),
@@ -179,6 +177,14 @@ def test_few_queries_of_many_keys_are_served_in_the_forward():
         assert support.yields(asked) == (None if served else said)
         assert support.yields(asked._replace(backward=True)) == said
         assert support.yields(asked._replace(dynamic=True)) == said
+
+
+def test_the_backward_of_few_queries_is_theirs_where_they_fill_the_gpu():
+    asked = HALF._replace(dims=(128, 128), tokens=(1024, 65_536), keys=65_536.0, backward=True, heads=16)
+    said = "the portable kernels split the keys of few queries over more programs; got 1,024 queries and 65,536 keys"
+    assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
+    for change in ({"heads": 14}, {"dims": (64, 64)}, {"changes": ("softcap",)}, {"dynamic": True}):
+        assert support.yields(asked._replace(**change)) == said
 
 
 def test_explain_says_what_they_walk():
