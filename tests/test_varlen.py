@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparseflash
-from sparseflash import BlockMask, attention, attention_varlen, masks, scores, testing
+from sparseflash import BlockMask, attention, attention_varlen, masks, scores, testing, varlen
 from sparseflash.blockmask import running_sums
 from sparseflash.blockmask.ops.place import place
 from sparseflash.pattern import mask_of_lengths

@@ -24,7 +24,8 @@ _LIBRARY = {
     "__main__.py": "cli",
     # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
-    "decode.py": "backends backends/cached.py backends/triton/decode blockmask decode_checks.py scores validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask "
+    "decode_checks.py scores validation.py",
     "decode_checks.py": "backends/cached.py blockmask validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
@@ -122,7 +123,6 @@ _EXPERIMENTS = {
     # The benchmarks of one file.
     "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
-    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
@@ -136,7 +136,6 @@ _EXPERIMENTS = {
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
-    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",

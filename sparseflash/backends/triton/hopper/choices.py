@@ -10,8 +10,8 @@ from torch import Tensor
 from sparseflash.backends.triton.family import KernelChoice
 from sparseflash.backends.triton.hopper.configs import BLOCK, LIMITS, SMALL, WIDEST_BACKWARD, may_be_small
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.schedule.tilings import Tiling
 
 # Tiles of 64 are taken for the backward where at most this share of the blocks of 64 in live tiles of 128 is live, by
