@@ -209,17 +209,15 @@ class Limits(NamedTuple):
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 512
     most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # for each query; beyond this the backward has two kernels
+    most_keys_a_query: int = 4  # for each query; beyond this the backward is portable, or has two kernels
     few_queries: int = 16  # of many keys: below this number
     few_queries_other: int = 128  # the same at head dims without a configuration of their own
-    few_queries_dim: int = 128  # the least of D and Dv for the backward of few queries,
-    few_queries_items: int = 120  # and of the tiles of queries of all heads, which its kernel for dq does not cut
     forward_dim: int = 64  # the least of D and Dv
     backward_dim: int = 32
     forward_queries_other: int = 512  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
-    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
+    backward_dim_small: int = WIDEST + 1  # the least of D and Dv in blocks of 64: none, as they were not timed yet
     backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
 
     def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
