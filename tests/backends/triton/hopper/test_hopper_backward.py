@@ -264,5 +264,5 @@ def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
 @pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, after="the backward"))
 def test_and_one_that_is_missing_in_a_score_modification(line, right):
     others = {hopper_pairs.__file__: without(line)}
-    changed = partial(run, some_problem(), **HOW, **CASES[1], change_others=others)
+    changed = partial(CASES[1], change_others=others)
     assert_noticed([(changed, right[1])], [{"seed": seed} for seed in range(20)])
