@@ -85,7 +85,9 @@ TABLES = {
     ),
     "calls": Table(
         {"a call without gradients": "inference", "forward and backward": "forward-and-backward",
-         "new lengths and a call": "new-lengths-and-a-call"},
+         "forward and backward, one thread": "forward-and-backward-one-thread",
+         "new lengths and a call": "new-lengths-and-a-call",
+         "a new causal mask and a call": "new-causal-mask-and-a-call"},
         {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"},
         "calls/{row}/{column} @ h200-flex", "host time in µs", units=False,
     ),
