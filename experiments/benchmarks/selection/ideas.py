@@ -132,7 +132,7 @@ def crossings(measurements: Sequence[Measurement]) -> Iterator[tuple[str, int | 
     for (idea, which), lengths in found.items():
         first, most = None, 0
         for length, ms in sorted(lengths.items(), reverse=True):
-            own = [value for way, value in ms.items() if way.startswith("sparseflash")]
+            own = [value for way, value in ms.items() if way in ("sparseflash", "sparseflash-recorded")]
             peers = [value for way, value in ms.items() if way in ("sdpa", "fa4")]
             if not own or not peers:
                 continue
