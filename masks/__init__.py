@@ -19,9 +19,7 @@ BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distin
 Lengths are given by position, everything else by name. Lengths are in tokens.
 """
 
-# One family a file. In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import
-# `blockmask` and `limits` of the library, and the helpers in `tiling` and `fused`. The command line imports it;
-# `BlockMask.from_block_index` and `grouped` import `block_index` when they are called.
+# One family a file. In the repository this folder stands at the top; it is imported as `sparseflash.masks`.
 
 from typing import TYPE_CHECKING, NoReturn
 

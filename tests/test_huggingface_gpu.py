@@ -7,7 +7,7 @@ import torch
 from experiments.benchmarks.huggingface.exactness import Yardstick
 from experiments.benchmarks.huggingface.generation import COMPILED, DYNAMIC, SAME, STATIC, Way, same_tokens
 from experiments.benchmarks.huggingface.implementations import OURS, with_attention
-from experiments.benchmarks.huggingface.shapes import SHAPES, Shape, generating
+from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES, Shape
 from sparseflash.huggingface import layer
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -127,7 +127,7 @@ def test_the_trainer_has_the_losses_of_eager_attention(tmp_path):
 @pytest.mark.parametrize("cache", [DYNAMIC, STATIC, COMPILED])
 def test_a_batch_with_padding_on_the_left_generates_eagers_tokens(cache):
     """In fp32, where rounding does not choose the tokens."""
-    shape = replace(generating(2, 4, 2, 64, small=True), small=GROUPED)
+    shape = replace(GENERATED, small=GROUPED)
     model = shape.made(torch.float32, DEVICE, tokens=TOKENS, small=True, check=False)
     torch.compiler.reset()
     assert same_tokens(model, [Way(OURS, cache)]) == {f"{OURS}, {cache}": SAME}

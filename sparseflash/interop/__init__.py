@@ -39,6 +39,7 @@ libraries is needed:
 | `interop.natten` | `na1d`, `na2d`, `na3d` |
 | `interop.natten_layers` | `NeighborhoodAttention1D`, `...2D`, `...3D` |
 | `interop.xformers` | `memory_efficient_attention`, with xformers' classes of `attn_bias` |
+| `interop.xformers_bias` | these classes, for machines without xformers |
 | `interop.fastvideo` | `block_sparse_attn_from_indices` |
 | `interop.vllm` | `flash_attn_varlen_func`, over block tables |
 | `interop.sglang` | `flash_attn_with_kvcache`, over page tables; `decode_attention`, over pools of tokens |
@@ -47,8 +48,8 @@ These need the library: `interop.torchtitan` (`SparseAttention`, an inner attent
 (`SparseDotProductAttention`, a core attention).
 """
 
-# It may import `blockmask` and `scores` alone, so that `attention` and layers may use it. Modules with whole functions
-# also import `attention` and what is built on it; they are imported on first access.
+# `attention` and layers use this package. So modules with whole functions, which import `attention`, are imported on
+# first access.
 
 from types import ModuleType
 
@@ -105,6 +106,7 @@ __all__ = [
 _FUNCTIONS_OF = (
     "fastvideo", "flash_attn", "flash_attn_cache", "flash_attn_packed", "flash_attn_padding", "flex_attention",
     "megatron", "natten", "natten_layers", "sglang", "torchtitan", "vllm", "xformers",
+    "xformers_bias",
 )  # fmt: skip
 
 

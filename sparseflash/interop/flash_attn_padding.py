@@ -52,7 +52,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     [1.0, 0.0, 0.0, 1.0]
     """
     room = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return room.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    padded: Tensor = room.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+    return padded
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:

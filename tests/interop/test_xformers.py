@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sparseflash.interop import xformers_bias
 from sparseflash.interop.xformers import _KINDS, mask_of_bias, memory_efficient_attention
 
 
@@ -88,6 +89,69 @@ def test_the_masks_are_the_documented_rules(name, sizes, more):
     mask = mask_of_bias(bias, q_len, k_len, block=16)
     assert torch.equal(mask.to_dense()[0, 0], want)
     assert mask_of_bias(bias_of(name, q_sizes, k_sizes, room), q_len, k_len, block=16) is mask
+
+
+def own_bias(name, q_sizes, k_sizes, room):
+    """The same bias by the constructors of xformers, of our own classes."""
+    kind = getattr(xformers_bias, name)
+    if name.startswith("LocalAttention"):
+        return kind(4, 2)
+    if name == "LowerTriangularMaskWithTensorBias":
+        return xformers_bias.LowerTriangularMask().add_bias(torch.zeros(1))
+    if name == "LowerTriangularFromBottomRightLocalAttentionMask":
+        return xformers_bias.LowerTriangularFromBottomRightMask().make_local_attention(5)
+    if "Block" not in name:
+        return kind()
+    if "Padded" in name:
+        if "CausalLocal" in name:
+            return kind.from_seqlens_local(q_sizes, room, k_sizes, 5)
+        padded = xformers_bias.BlockDiagonalPaddedKeysMask.from_seqlens(q_sizes, room, k_sizes)
+        return padded.make_local_attention(4, 2) if "Local" in name else kind.from_seqlens(q_sizes, room, k_sizes)
+    if "Gappy" in name:
+        return kind.from_seqlens(q_sizes, [room * n for n in range(len(k_sizes) + 1)], k_sizes)
+    packed = xformers_bias.BlockDiagonalMask.from_seqlens(q_sizes, k_sizes)
+    end = "_from_bottomright" if "BottomRight" in name else ""
+    if "Local" in name:
+        return getattr(packed, f"make_local_attention{end}")(5)
+    return getattr(packed, f"make_causal{end}")() if "Causal" in name else packed
+
+
+@given(
+    name=st.sampled_from(sorted(RULES)),
+    sizes=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=4),
+    more=st.integers(0, 9),
+)
+def test_our_own_classes_are_the_same_masks(name, sizes, more):
+    sizes = sizes if "Block" in name else [(max(sizes[0][0], 1), sizes[0][1])]
+    q_sizes, k_sizes = map(list, zip(*sizes))
+    room = max(k_sizes) + more
+    bias, own = (make(name, q_sizes, k_sizes, room) for make in (bias_of, own_bias))
+    gaps = "Padded" in name or "Gappy" in name
+    q_len, k_len = sum(q_sizes), room * len(k_sizes) if gaps else sum(k_sizes)
+    assert type(own).__name__ == name
+    if q_len:
+        assert mask_of_bias(own, q_len, k_len, block=16) == mask_of_bias(bias, q_len, k_len, block=16)
+
+
+def test_lists_of_sequences_are_packed_and_split():
+    sequences = drawn((2, 5, 3, 16), (1, 9, 3, 16))
+    bias, x = xformers_bias.BlockDiagonalMask.from_tensor_list(sequences)
+    causal = bias.make_causal()
+    parts = causal.split(memory_efficient_attention(x, x, x, causal, block=16))
+    for got, own in zip(parts, sequences, strict=True):
+        dead = torch.ones(own.shape[1], own.shape[1], dtype=torch.bool).triu(1)
+        same(got, defined(own, own, own, torch.zeros(dead.shape).masked_fill(dead, -torch.inf)), [own])
+    lengths = xformers_bias.BlockDiagonalMask.from_seqlens([4, 15])
+    assert [part.shape[1] for part in lengths.split(x)] == [4, 15]
+
+
+def test_our_own_triangle_takes_a_tensor():
+    q, k, v, bias = drawn((1, 20, 2, 16), (1, 20, 2, 16), (1, 20, 2, 16), (1, 2, 20, 20))
+    dead = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    own = xformers_bias.LowerTriangularMask().add_bias(bias)
+    same(
+        memory_efficient_attention(q, k, v, own), defined(q, k, v, bias.masked_fill(dead, -torch.inf)), [q, k, v, bias]
+    )
 
 
 def theirs():

@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "decode: a repeated page counts twice",
-        "sparseflash/decode.py",
+        "sparseflash/decode_checks.py",
         "return pages.masked_fill(again, -1)",
         "return pages",
         "tests/test_decode.py::test_a_page_that_is_chosen_twice_counts_once",
@@ -91,6 +91,27 @@ MUTATIONS = [
         "if group > BLOCKS[-1]:",
         "if group >= BLOCKS[-1]:",
         "tests/test_grouped.py::test_a_group_has_up_to_256_heads",
+    ),
+    Mutation(
+        "selected_attention: positions of rows begin at the first key",
+        "sparseflash/scores/rows.py",
+        "distance = (query + self.shift - key).abs()",
+        "distance = (query - key).abs()",
+        "tests/test_grouped.py::test_modifications_by_head_and_position_are_of_query_heads",
+    ),
+    Mutation(
+        "flash-attn: queries are rotated one position late",
+        "sparseflash/interop/flash_attn_cache.py",
+        "(torch.arange(x.shape[2], device=x.device) if moves else 0)",
+        "(torch.arange(x.shape[2], device=x.device) if moves else 1)",
+        "tests/interop/test_flash_attn.py::test_new_keys_and_queries_are_rotated_by_their_positions",
+    ),
+    Mutation(
+        "FlexAttention's blocks: only the first of two that a new one touches",
+        "sparseflash/interop/flex_blocks.py",
+        "for step in range(-(-new // old) + 1)]",
+        "for step in range(1)]",
+        "tests/interop/test_flex.py::test_lists_of_blocks_of_any_size",
     ),
     Mutation(
         "chosen tokens: a repetition counts again",

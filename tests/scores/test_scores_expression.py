@@ -250,6 +250,16 @@ def test_products_of_rows_are_sums_with_gradients():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_an_entry_may_be_of_a_group_of_heads_and_a_key():
+    """Its head is checked as a number, its key is a tile."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 20, 16, generator=generator)
+    of_group, of_rows = torch.randn(2, 20, generator=generator), torch.randn(20, 2, 3, generator=generator)
+    change = scores.function(lambda s, b, h, q, k: s + of_group[h // 2, k] + of_rows[q, h // 2, 1])
+    found, want = (attention(q, k, v, scores=change, backend=backend) for backend in ("triton", "reference"))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

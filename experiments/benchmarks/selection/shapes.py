@@ -10,7 +10,7 @@ from torch import nn
 
 from sparseflash import selection
 
-WIDTH = 256  # features of a token. Projections to queries, keys and values are not timed, those of indexers are
+WIDTH = 256  # features of a token. Projections of indexers are timed, others are not
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
+from sparseflash.backends.triton.versions import triton_version
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -171,8 +172,8 @@ def yields(request: Request) -> str | None:
         return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
     if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:
         return f"the work lists of a backward for a mask that is made at every step take {room:.2f} of q's memory"
-    if is_64 and "softcap" in request.changes:
-        return "the portable kernels are faster at D = 64 with softcap"
+    if is_64 and backward and "softcap" in request.changes and triton_version() < (3, 8):
+        return "the portable backward is faster at D = 64 with softcap before Triton 3.8, which spills fewer registers"
     if request.logarithmic and not backward:
         return "the portable forward is faster with log_decay"
     # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,
@@ -202,11 +203,8 @@ def _takes_few_queries(request: Request) -> bool:
     q_len = request.tokens[0]
     if request.dynamic:
         return False
-    if not request.backward:
-        return q_len >= (LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other)
-    is_plain = {"sink"}.issuperset(request.changes)
-    items = request.heads * -(-q_len // BLOCK[0])  # of the kernel for dq
-    return is_plain and min(request.dims) >= LIMITS.few_queries_dim and items >= LIMITS.few_queries_items
+    least = LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
+    return not request.backward and q_len >= least
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:

@@ -122,8 +122,8 @@ def _write_dq(ds: Tensor, k: Tensor, chosen: Chosen, dq: Tensor, of: Sizes, firs
             piece = min(power(count), tile.columns)
             dq_kernel[(rows * tile.tiles * -(-count // piece),)](
                 ds, k, *chosen, dq, *of.numbers, first_row, strides_of(k, dq), column, count, piece, tile.heads,
-                tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece), num_stages=3,
-                **OPTIONS,
+                tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece),
+                num_stages=tile.stages, **OPTIONS,
             )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _add_rows(
             rows_kernel[(rows * -(-columns // piece),)](
                 x, weights, y, y_weights, chosen.counts, places, partial, of.q_len, of.kv_heads, of.group, of.choices,
                 first_row, width, strides_of(x, y), piece, column, columns, tile.heads, tile.tokens, of.precision,
-                num_warps=tile.warps(piece), num_stages=2, **OPTIONS,
+                num_warps=tile.warps(piece), num_stages=tile.stages, **OPTIONS,
             )  # fmt: skip
         wide = power(width)
         sum_kernel[(pairs * of.k_len,)](
