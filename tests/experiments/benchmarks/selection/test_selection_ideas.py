@@ -42,11 +42,14 @@ def test_every_idea_is_measured_and_a_second_run_continues(tmp_path, monkeypatch
 
 def test_nothing_is_begun_without_time(tmp_path):
     found = run(tmp_path, "--minutes", "0")
-    assert found.exit_code == 0 and "no time for NSA at 128 tokens: sparseflash, sdpa" in found.output
+    assert (
+        found.exit_code == 0
+        and "no time for 18 more, from NSA at 128 tokens (sparseflash, sdpa) to VSA" in found.output
+    )
     assert read(tmp_path / "selection.jsonl")[1] == []
     limit = ideas.Limit(1.0)
     limit.longest = 61.0
-    assert not limit.begin("a long one") and ideas.Limit(None).begin("one without limit")
+    assert not limit.begin() and ideas.Limit(None).begin()
 
 
 def test_a_file_of_another_commit_is_not_continued(tmp_path):
