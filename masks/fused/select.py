@@ -63,7 +63,7 @@ def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     (batch, heads, rows, _), (_, kv_heads, cols, _) = q.shape, k.shape
     index = torch.empty(batch, heads, of.lists, top_k, dtype=torch.int32, device=q.device)
-    block_n = columns_of_a_tile(q, of)
+    block_n = 32 if of.span == 1 else columns_of_a_tile(q, of)  # more single columns take longer to sort
     kept = max(1, block_n // of.span, 1 << (top_k - 1).bit_length())
     block_m = max(of.rows, min(64, 2048 // kept))  # a sort has twice as many numbers as blocks are kept
     constants = *constants_of(q, k, of, bounds, block_m, block_n), kept

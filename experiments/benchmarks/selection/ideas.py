@@ -43,15 +43,23 @@ def ideas(
     lengths = tokens or ([128] if small else list(LENGTHS))
     bench = Bench.start("selection", device, commit, out, round_ms=0.0 if small else 60.0)
     continue_(bench)
-    left = Limit(minutes)
+    limit, left = Limit(minutes), []
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     for stage in STAGES:
         for length in lengths:
             for name in named:
                 missing = [each for each in stage if each in wanted and not has(bench, f"{name}/{length}", each)]
-                if missing and left.begin(f"{name} at {length} tokens: {', '.join(missing)}"):
+                if not missing:
+                    continue
+                if limit.begin():
                     measure(bench, f"{name}/{length}", shapes[name], length, missing, dtype)
-                    left.end()
+                    limit.end()
+                else:
+                    left.append(f"{name} at {length} tokens ({', '.join(missing)})")
+    if left:
+        print(
+            f"no time for {len(left)} more, from {left[0]} to {left[-1]}: run it again with the same --out", flush=True
+        )
     for each in crossings(bench.measurements):
         bench.add(*each[:3], failure=each[3])
     bench.finish()
@@ -64,12 +72,9 @@ class Limit:
         self.stop = None if minutes is None else time.monotonic() + 60 * minutes
         self.longest, self.began = 0.0, 0.0
 
-    def begin(self, what: str) -> bool:
+    def begin(self) -> bool:
         self.began = time.monotonic()
-        if self.stop is None or self.began + self.longest < self.stop:
-            return True
-        print(f"no time for {what}", flush=True)
-        return False
+        return self.stop is None or self.began + self.longest < self.stop
 
     def end(self) -> None:
         self.longest = max(self.longest, time.monotonic() - self.began)
@@ -132,7 +137,7 @@ def crossings(measurements: Sequence[Measurement]) -> Iterator[tuple[str, int | 
     for (idea, which), lengths in found.items():
         first, most = None, 0
         for length, ms in sorted(lengths.items(), reverse=True):
-            own = [value for way, value in ms.items() if way.startswith("sparseflash")]
+            own = [value for way, value in ms.items() if way in ("sparseflash", "sparseflash-recorded")]
             peers = [value for way, value in ms.items() if way in ("sdpa", "fa4")]
             if not own or not peers:
                 continue

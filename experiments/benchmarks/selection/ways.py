@@ -44,6 +44,14 @@ class Case:
             out = self.layer.mix(self.x, q, k, v, self.place)
         return out
 
+    def attend_by_mask(self) -> Tensor:
+        """With a mask of the chosen spans in place of kernels that gather tokens."""
+        self.layer.backend = "hopper"
+        try:
+            return self.attend()
+        finally:
+            self.layer.backend = None
+
     def choice(self) -> Callable[[], BlockMask | Tensor]:
         """The choice of a call, alone, with its arguments known."""
         calls: list[Callable[[], BlockMask | Tensor]] = []
@@ -116,6 +124,9 @@ def own_ways(case: Case) -> dict[str, Way]:
         found[f"{name}/sparseflash"] = way
         if case.x.device.type == "cuda":
             found[f"{name}/sparseflash-recorded"] = replace(way, recorded=True)
+    if case.shape.kind is selection.SpanSelection and case.x.device.type == "cuda":
+        for name, call in passes(case.attend_by_mask, case.wanted, case.inputs.dout).items():
+            found[f"{name}/sparseflash-by-mask"] = Way(call, settings={"flops": rates[name]}, peer=True)
     return found
 
 

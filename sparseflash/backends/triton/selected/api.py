@@ -92,7 +92,7 @@ def scores(q: Tensor, k: Tensor, index: Tensor, causal: bool, scale: float) -> t
     found = torch.empty(*q.shape[:3], index.shape[3], dtype=torch.float32, device=q.device)
     if found.numel():
         q, k = readable(q), readable(k)
-        of = sizes_of(q, k, None, 1, index.shape[3], scale, backward=False)
+        of = sizes_of(q, k, None, 1, index.shape[3], scale, backward=False, scores=True)
         with on_device(q.device):
             scores_kernel[(of.rows * of.shape.TILES,)](
                 q, k, *chosen, found, *of.numbers, 0, scale, strides_of(q, k), of.shape, **of.options, **OPTIONS

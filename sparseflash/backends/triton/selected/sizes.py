@@ -44,7 +44,15 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(
-    q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, choices: int, scale: float, *, backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    v_dim: int,
+    choices: int,
+    scale: float,
+    *,
+    backward: bool,
+    scores: bool = False,
 ) -> Sizes:
     """What the kernels of a forward or a backward share."""
     keep = q.dtype == torch.float32
@@ -53,6 +61,7 @@ def sizes_of(
     shape, warps, stages = shape_of(
         q.shape[3], v_dim, group, size=q.element_size(), keep=keep, precision=precision, shared=v is None,
         backward=backward, far=_reach(k, v) >= COUNT, memory=architecture_of(capability_of(q.device)).shared_memory,
+        scores=scores,
     )  # fmt: skip
     return Sizes(
         k.shape[0], k.shape[1], group, q.shape[2], k.shape[2], choices, precision, keep, shape,

@@ -57,15 +57,18 @@ def shares_values(dim: int, v_dim: int) -> bool:
 
 def shape_of(
     dim: int, v_dim: int, group: int, *, size: int, keep: bool, precision: str, shared: bool, backward: bool,
-    far: bool, memory: int,
+    far: bool, memory: int, scores: bool = False,
 ) -> tuple[Shape, int, int]:  # fmt: skip
     """`(shape, warps, stages)`.
 
     size: bytes a number; shared: values are the first columns of keys; memory: bytes of shared memory of a program.
+    scores: the kernel writes scores, in fp32, which pass through shared memory.
     """
     low, high = pieces(dim)
     padded_v = power(v_dim)
-    rows, block_n, stages = _fitting(low + high, padded_v, power(group), size, shared, backward, memory)
+    rows, block_n, stages = _fitting(
+        low + high, padded_v, power(group), size, shared, backward, memory, 4 if scores else size
+    )  # fmt: skip
     shape = Shape(
         min(low, dim), max(0, dim - low) if high else 0, low, high, v_dim, padded_v, rows, -(-group // rows), block_n,
         keep, precision, far,
@@ -74,7 +77,7 @@ def shape_of(
 
 
 def _fitting(
-    padded: int, padded_v: int, heads: int, size: int, shared: bool, backward: bool, memory: int
+    padded: int, padded_v: int, heads: int, size: int, shared: bool, backward: bool, memory: int, of_score: int
 ) -> tuple[int, int, int]:
     """`(rows, keys at a time, stages)`: the largest that fit into shared memory."""
     # fp32 is multiplied in pieces, which are in registers.
@@ -84,8 +87,8 @@ def _fitting(
             if block_n > steps:
                 continue
             gathered = block_n * (padded + (0 if shared else padded_v))
-            held = rows * (padded + (padded_v if backward else 0)) + rows * block_n
-            if (held + stages * gathered) * size <= memory:
+            held = rows * (padded + (padded_v if backward else 0))
+            if (held + stages * gathered) * size + rows * block_n * of_score <= memory:
                 return rows, block_n, stages
     return 16, 16, 1
 

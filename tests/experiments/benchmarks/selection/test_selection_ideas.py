@@ -42,11 +42,14 @@ def test_every_idea_is_measured_and_a_second_run_continues(tmp_path, monkeypatch
 
 def test_nothing_is_begun_without_time(tmp_path):
     found = run(tmp_path, "--minutes", "0")
-    assert found.exit_code == 0 and "no time for NSA at 128 tokens: sparseflash, sdpa" in found.output
+    assert (
+        found.exit_code == 0
+        and "no time for 18 more, from NSA at 128 tokens (sparseflash, sdpa) to VSA" in found.output
+    )
     assert read(tmp_path / "selection.jsonl")[1] == []
     limit = ideas.Limit(1.0)
     limit.longest = 61.0
-    assert not limit.begin("a long one") and ideas.Limit(None).begin("one without limit")
+    assert not limit.begin() and ideas.Limit(None).begin()
 
 
 def test_a_file_of_another_commit_is_not_continued(tmp_path):
@@ -67,7 +70,7 @@ def ms(idea, tokens, way, value):
 def test_the_length_from_which_an_idea_is_faster():
     given = [
         *(ms("A", n, "sparseflash", value) for n, value in ((1, 1.0), (2, 5.0), (4, 3.0), (8, 4.0))),
-        ms("A", 8, "sparseflash-recorded", 3.5),
+        ms("A", 8, "sparseflash-recorded", 3.5), ms("A", 2, "sparseflash-by-mask", 0.1),
         *(ms("A", n, "sdpa", value) for n, value in ((1, 2.0), (2, 4.0), (4, 3.5), (8, 9.0))),
         *(ms("A", n, "fa4", value) for n, value in ((4, 3.1), (8, 3.6), (16, None))),
         ms("A", 8, "flex-given-the-choice", 0.1),  # it is not dense
@@ -97,6 +100,16 @@ def test_live_scores_are_those_of_the_mask(idea):
             past = t[:15] * 8 + 15 <= t[:, None]
             want = want + heads * (near.sum() + past.sum())
     assert live_scores(case, chosen) == want
+
+
+def test_spans_are_attended_by_a_mask_too():
+    case = case_of(SMALL["QSA"], 128, CPU, torch.float32)
+    want = case.attend()
+    case.layer.backend = "blockwise"
+    torch.testing.assert_close(case.attend(), want)
+    with pytest.raises(Exception, match="hopper"):  # it needs a GPU
+        case.attend_by_mask()
+    assert case.layer.backend is None
 
 
 def test_flops_are_two_products_forward_and_five_more_backward():
