@@ -28,7 +28,10 @@ KERNELS_OF: dict[str, tuple[str, ...]] = {
     "exactness": _KERNELS,
     "compile": _KERNELS,
     "tune": _KERNELS,
-    "masks": ("masks/tiling", "sparseflash/blockmask", "sparseflash/varlen.py"),
+    "masks": (
+        *(f"masks/tiling/{name}.py" for name in ("band", "spans", "ranges", "kinds", "diagonals", "listing")),
+        *(f"sparseflash/blockmask/{name}.py" for name in ("build", "bitmask", "unique", "ops/place")),
+    ),
     "lra/h200": (*_KERNELS, "experiments/lra/model"),
 }
 # What models learned, and how random calls ended: records that no later change makes wrong.

@@ -131,8 +131,8 @@ def clear_caches() -> None:
     recordings of a function of scores.
 
     Cached by the process, 8 to 512 of each kind: calls and plans of dense attention and of decoding; compiled kernels
-    and their launches; masks of packed sequences, of Transformers' models and of compiled code; tensors for planning
-    and for the choice of blocks.
+    and their launches; masks of packed sequences, of Transformers' models and of compiled code; small masks on GPUs;
+    tensors for planning and for the choice of blocks.
     """
     streams.release_finished_graphs()
     for clear in _clearings:
