@@ -14,14 +14,12 @@ BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distin
 | images, videos | `neighborhood`, `sliding_tiles`, `swin`, `axial`, `dilated_grid`; orders of tokens: `order` |
 | chosen from data | `top_k_blocks`, `mass_blocks`, `top_k_keys`, `selected_keys`; scores of blocks: `pooled_scores`, \
 `antidiagonal_scores`; lists of the best blocks: `select_blocks` |
-| several masks in one | `per_head`, `per_batch` |
+| several masks in one | `per_head`, `per_batch`; text beside a grid: `with_text` |
 
 Lengths are given by position, everything else by name. Lengths are in tokens.
 """
 
-# One family a file. In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import
-# `blockmask` and `limits` of the library, and the helpers in `tiling` and `fused`. The command line imports it;
-# `BlockMask.from_block_index` and `grouped` import `block_index` when they are called.
+# One family a file. In the repository this folder stands at the top; it is imported as `sparseflash.masks`.
 
 from typing import TYPE_CHECKING, NoReturn
 
@@ -67,6 +65,7 @@ from sparseflash.masks.streaming import streaming as streaming
 from sparseflash.masks.streaming import tri_shape as tri_shape
 from sparseflash.masks.swin import swin as swin
 from sparseflash.masks.vertical_slash import vertical_slash as vertical_slash
+from sparseflash.masks.with_text import with_text as with_text
 
 __all__ = [
     "a_shape",
@@ -107,6 +106,7 @@ __all__ = [
     "top_k_keys",
     "tri_shape",
     "vertical_slash",
+    "with_text",
 ]
 
 if not TYPE_CHECKING:  # a type checker would accept any name in a module with this function

@@ -86,7 +86,7 @@ def select_blocks(
     bounds = bounds_of(cu_seqlens, of, q.device)
     if reduce == "mean":
         if bounds is not None:
-            bounds = bounds[:, ::block_q]
+            bounds = bounds[:, ::block_q].contiguous()
         q = q.to(torch.promote_types(q.dtype, torch.float32)) if block_q == 1 else means_of_blocks(q, block_q, None)
         k = means_of_blocks(k, span, None)
         of = of._replace(rows=1, row_tokens=block_q, span=1, column_tokens=span)

@@ -41,8 +41,8 @@ def sliding_tiles(
     pattern.
 
     Source: Fast Video Generation with Sliding Tile Attention (Zhang et al., 2025), section 3. attention-gym's
-    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid, which are not supported
-    here. FastVideo's kernel counts windows in tiles, only odd numbers of them; here windows count tokens, as in the
+    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid: see `with_text`.
+    FastVideo's kernel counts windows in tiles, only odd numbers of them; here windows count tokens, as in the
     paper.
 
     Args:

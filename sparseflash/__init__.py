@@ -25,8 +25,8 @@ torch.Size([1, 2, 300, 16])
 | `clear_caches`, `PerformanceWarning` | empties all caches; the category of warnings about slow kernels |
 """
 
-# It may import `attention`, `blockmask`, `explain`, `merge`, `performance`, `scaled_dot_product` and `varlen`. The last
-# two need Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
+# `scaled_dot_product` and `varlen` need Dynamo, which is slow to import, so they and the parts of the library that are
+# not named below are imported on first access.
 
 import os
 import sys

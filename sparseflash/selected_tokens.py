@@ -113,10 +113,10 @@ def token_scores(
 
     Returns:
         scores fp32 (fp64 for fp64) `[B, Hq, Nq, K]`, and tokens int32 `[B, Hkv, Nq, K]`: the lists in ascending order,
-        with -1, and a score of -inf, for entries that are no token or name one again.
+        with -1, and a score of -inf, for entries that are no token or repeat one.
 
     A loss such as the KL divergence from the attention to the indexer's softmax over chosen tokens takes the same lists
-    for both. Gradients reach q and k, in a fixed order; those of entries that are none are ignored.
+    for both. Gradients reach q and k, in a fixed order; gradients of entries without a token are ignored.
 
     Raises ValueError or TypeError if the tensors do not fit together.
 
@@ -148,7 +148,7 @@ def _chosen_backend(backend: str | None, device: torch.device) -> str:
 
 
 def _sorted(index: Tensor, k_len: int, causal: bool) -> Tensor:
-    """The lists in ascending order, int32, with -1 for entries that are no token or name one again."""
+    """The lists in ascending order, int32, with -1 for entries that are no token or repeat one."""
     index = index.to(torch.int64)
     none = (index < 0) | (index >= k_len)
     if causal:

@@ -145,8 +145,8 @@ def attention_varlen(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=scale, return_lse=True,
         dropout_p=dropout_p, seed=seed, scores=changes, backend=backend,
     )  # fmt: skip
-    out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # not an index, whose gradient is a copy into zeros
+    return (out, lse) if return_lse else out
 
 
 _REMEDIES = {
@@ -255,8 +255,8 @@ def _mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """A new number whenever what a pattern captures has changed. 0 for a function of this library, and for an object
-    that itself says what it equals.
+    """A new number whenever values that a pattern captures have changed. 0 for a function of this library, and for an
+    object that defines its own equality.
     """
     kind: Any = type(pattern)
     if kind is FunctionType and str(pattern.__module__).startswith("sparseflash."):
@@ -286,7 +286,12 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     by_rule = is_rule(pattern)
     nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(("q_len", "k_len")))
     made_of = _longest_of(sizes) if nested else {size: size for size in sizes if 0 not in size}
-    masks = {size: made_for(pattern, by_rule, *size, block) for size in dict.fromkeys(made_of.values())}
+    asked = dict.fromkeys(made_of.values())
+    whole = max((q for q, k in asked if q == k), default=0) if by_rule else 0  # others of a rule are cut from this one
+    masks = {size: made_for(pattern, by_rule, *size, block) for size in asked if size[0] != size[1] or size[0] >= whole}
+    masks |= {
+        (q, k): masks[whole, whole].crop(q=(0, q), k=(0, k)) for q, k in asked if (q, k) not in masks
+    }  # fmt: skip
     starts = zip(q_sums, k_sums)
     parts = [(masks[made_of[size]], *start, *size) for size, start in zip(sizes, starts) if size in made_of]
     return place(parts, q_sums[-1], k_sums[-1])

@@ -389,7 +389,7 @@ def kept(call):
     torch.manual_seed(3)
     seed = seed_tensor(None, torch.device("cpu"))
     torch.manual_seed(3)
-    if call == "selected":  # 16 rows for each query and key head, the first of which is its one query head
+    if call == "selected":  # 16 rows for each query and key head; the first is its one query head
         return keep_mask(seed, DROPPED, BATCH, HEADS, 16 * TOKENS, TOKENS)[:, :, ::16]
     if call != "varlen":
         return keep_mask(seed, DROPPED, BATCH, HEADS, TOKENS, TOKENS)

@@ -59,6 +59,7 @@ CONSTRUCTORS = {
     "with_lengths": lambda: BlockMask.dense(64, block=32).with_lengths([40, 64]),
     "per_head": lambda: masks.per_head([masks.causal(100, block=32), masks.local(100, window=9, block=32)]),
     "per_batch": lambda: masks.per_batch([masks.causal(100, block=32), masks.local(100, window=9, block=32)]),
+    "text": lambda: masks.with_text(masks.local(100, window=9, block=32), text=20),
     "an order": lambda: masks.neighborhood((8, 8), window=3, order=masks.order.morton((8, 8)), block=16),
     "documents of other keys": lambda: masks.documents([3, 50, 20], [40, 5, 9], causal=True, block=16),
     "global tokens": lambda: masks.longformer(200, window=9, global_tokens=[3, 70], block=16),

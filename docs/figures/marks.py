@@ -29,6 +29,7 @@ _PIECE = re.compile(rf"(?P<mark>(?s:{MARK_TEXT}))|(?P<code>(?s:{_CODE}))", re.MU
 def pages() -> list[Path]:
     """The files in which figures may stand: the pages, and Python files for their docstrings."""
     written = [ROOT / "README.md", ROOT / "masks" / "README.md", *sorted((ROOT / "docs" / "pages").rglob("*.md"))]
+    written += [path for path in sorted((ROOT / "experiments").glob("*/README.md")) if path.parent != RESULTS]
     written += [RESULTS / "compile" / "README.md", *sorted((RESULTS / "tried").glob("*.md"))]
     python = (path for folder in ("sparseflash", "masks", "experiments") for path in (ROOT / folder).rglob("*.py"))
     return written + sorted(path for path in python if "<!-- figure:" in path.read_text(encoding="utf-8"))

@@ -28,6 +28,7 @@ KERNELS_OF: dict[str, tuple[str, ...]] = {
     "exactness": _KERNELS,
     "compile": _KERNELS,
     "tune": _KERNELS,
+    "masks": ("masks/tiling", "sparseflash/blockmask", "sparseflash/varlen.py"),
     "lra/h200": (*_KERNELS, "experiments/lra/model"),
 }
 # What models learned, and how random calls ended: records that no later change makes wrong.

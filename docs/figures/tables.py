@@ -19,6 +19,9 @@ _BOTH = {"forward": "forward", "forward and backward": "both"}
 _CHANGES = {"`sink`, learned": "sink", "`alibi`, fixed": "fixed_alibi", "`alibi`, learned": "alibi",
             "`softcap`": "softcap", "`relative` (T5's table), learned": "table", "`key_bias`, learned": "key_bias",
             "`bias`, learned": "bias", "`tile_bias`, learned": "tile_bias", "`function`": "function"}  # fmt: skip
+_MADE = {"CPU time": "cpu", "peak memory": "peak", "the mask": "size"}
+_PACKED = {"`masks.causal`": "causal", "`None`": "dense", "`partial(masks.local, window=65, causal=True)`": "window",
+           "a rule": "rule", "a function of the length": "function", "`masks.butterfly`": "butterfly"}  # fmt: skip
 _SPEED = "speed/{row}/{column}"
 _GENERATE = "generate/{row}/{column}"
 _TRANSFORMERS = "huggingface/{row}"
@@ -142,6 +145,27 @@ TABLES = {
         "exactness/{row}/{column}", "largest error / allowed error", "none",
         "At most 1 is within the bound. none: the Hopper kernels take no fp32.", units=False,
     ),
+    "masks-made": Table(
+        {
+            "1,048,576 tokens, `local`, 256 keys": "million/local-causal",
+            "1,048,576 tokens, `butterfly`": "million/butterfly",
+            "1,048,576 tokens, `bigbird`": "million/bigbird",
+            "1,048,576 tokens, `documents`": "million/documents",
+            "1,048,576 tokens, `causal`, 34 million tiles": "million/causal",
+            "1,048,576 tokens, `dense`, 67 million tiles": "million/dense",
+            "1,048,576 tokens, `fixed`, 34 million tiles": "million/fixed",
+            "1,048,576 tokens, lists of 16 blocks of 64, two heads": "block-index/1048576",
+            "30 x 48 x 80, window 18 x 24 x 24, in tiles": "video/tile-order",
+            "the same in row-major order": "video/row-major",
+            "32 x 64 x 64, the same window, in Hilbert order": "video/hilbert-order",
+            "256 x 256, window 80 x 80, in tiles": "image/256x256/tile-order",
+        },
+        _MADE, "masks/{row}/{column}/sparseflash", "mask",
+    ),
+    "masks-packed": Table(
+        _PACKED, {"10 sequences": "10", "100": "100", "1,000": "1000", "3,000": "3000", "10,000": "10000"},
+        "masks/varlen/{column}/cpu/{row} / masks/varlen/{column}/cpu/documents", "pattern", bold=False,
+    ),
     "triton-versions": Table(
         versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,
         note="Speed relative to the first row, over the 12 cases of `speed --quick`.", last=versions.OTHERS,
@@ -150,5 +174,5 @@ TABLES = {
 TEXTS: dict[str, Callable[[], str]] = {
     "triton-versions": versions.sentence, "compile/fits": compiled.fits, "compile/spills": compiled.spills,
 }  # fmt: skip
-# Tables of files that are no runs; those of ideas that were tried are named tried/TOPIC/SECTION.
+# Tables of files that are no runs; the tables of tried ideas are named tried/TOPIC/SECTION.
 FILES: dict[str, Callable[[], str]] = {"compile/forwards": compiled.forwards}

@@ -9,6 +9,7 @@ Imports `patterns.catalogue`.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
 import resource
@@ -87,13 +88,14 @@ def _of_images() -> list[Case]:
 
 
 def _window(tokens: int) -> BlockMask:
+    """As a function of the length, of which nothing else is known."""
     return masks.local(tokens, window=65, causal=True)
 
 
 def _of_sequences() -> list[Case]:
     ways: dict[str, Any] = {
-        "causal": masks.causal, "dense": None, "window": _window, "butterfly": masks.butterfly,
-        "rule": lambda q, k: (k <= q) & (q - k < 65),
+        "causal": masks.causal, "dense": None, "window": partial(masks.local, window=65, causal=True),
+        "rule": lambda q, k: (k <= q) & (q - k < 65), "function": _window, "butterfly": masks.butterfly,
     }  # fmt: skip
     found = []
     for count in SEQUENCES:
@@ -138,6 +140,7 @@ def made(make: Callable[[], BlockMask], gigabytes: float) -> Made:
     try:
         answer = ours.recv()
     except EOFError:
+        process.join()
         answer = f"the process ended with {process.exitcode}"
     process.join()
     if isinstance(answer, str):
@@ -172,6 +175,7 @@ def _use_libraries() -> None:
     varlen_mask([0, 50, 70], pattern=_window)
     _of_index(256)()
     clear_caches()
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which the mask could take without a trace
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

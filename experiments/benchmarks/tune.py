@@ -224,7 +224,7 @@ def tune(
     named = [parse(each) for each in config or ()]
     bench = Bench.start("tune", "cuda", commit, out, rounds=rounds, round_ms=30.0)
     capability = torch.cuda.get_device_capability()
-    ways = [way for way in ways if way == "pointers" or capability >= (9, 0)]
+    ways = [way for way in ways if way == "pointers" or architecture_of(capability).has_tma]
     for target in (Target(*each[:3], each[3] == "descriptors") for each in product(kernels, arithmetics, dims, ways)):
         limits = 10 * capability[0] + capability[1], architecture_of(capability).shared_memory
         compiling = partial(compiled, target=target, arch=limits[0], shared_limit=limits[1], spills=bool(named))

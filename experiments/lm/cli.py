@@ -258,7 +258,7 @@ def test_command(
     """Test a finished run on the texts of other authors: loss, by position, and whether the far context is used.
 
     The probe repeats a passage, and looks for names, that were read 512 to 49,152 tokens before, and compares the loss
-    with that of the same tokens after a context without the first occurrence.
+    with the loss of the same tokens after a context without the first occurrence.
     """
     with short_errors():
         require_single_process("test")

@@ -31,7 +31,7 @@ def test(
     """Plain values for a JSON file. tokens: at most, for the loss. examples: places of the probe at each distance; 0:
     no probe.
 
-    Raises ValueError if the tokens have no part for testing, or are those of another vocabulary.
+    Raises ValueError if the tokens have no part for testing, or another vocabulary.
     """
     if store.test is None:
         raise ValueError(f"{store.folder} must have texts for testing, as `corpus --books` gives; it has none")

@@ -3,6 +3,5 @@
     python -m experiments.lra train --mask butterfly --preset modern
     python -m experiments.lra generate --help
 
-May import the library, `training` and `measurements`; its tasks import the images of pathfinder. This file imports
-nothing, so that the generator's worker processes start without PyTorch.
+This file imports nothing, so that the generator's worker processes start without PyTorch.
 """

@@ -21,6 +21,8 @@ from experiments.lra.presets import PRESETS
 from experiments.lra.report import print_evaluated, print_result, print_summary, print_table
 from experiments.lra.session import Session
 from experiments.lra.table import run as table
+from experiments.lra.table.accuracy import collect
+from experiments.lra.table.records import of_accuracies, run_of_runs
 from experiments.lra.table.report import all_right, markdown, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
@@ -246,6 +248,19 @@ def no_attention_command(
                 found.append(each)
                 write_record(record, run, found)
                 console.print(f"{each.name}: {each.value:.2f} % {each.settings}", soft_wrap=True, highlight=False)
+
+
+@app.command("record")
+def record_command(
+    runs: Annotated[Path, typer.Argument(help="Folder of finished runs, such as those of arena.")],
+    record: Annotated[Path, typer.Option(help="File of measurements to write.")],
+    commit: Annotated[str, typer.Option(help="The runs' commit.")],
+) -> None:
+    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps."""
+    with short_errors():
+        require_single_process("record")
+        write_record(record, run_of_runs(runs, commit), of_accuracies(collect(runs)))
+    console.print(markdown(arena.table(runs)), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("test")

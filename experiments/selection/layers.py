@@ -94,7 +94,7 @@ def layer_of(way: str, sizes: Sizes) -> nn.Module:
 
 
 def read_by(layer: nn.Module, made: Any, sizes: Sizes, queries: int) -> BlockMask:
-    """The mask of the keys that the last queries read, or all, from what the layer's `choice` has returned."""
+    """The mask of the keys that the last queries read, or all, from the result of the layer's `choice`."""
     if isinstance(layer, Fixed):
         return layer.of_all
     if isinstance(made, BlockMask):

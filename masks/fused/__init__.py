@@ -10,9 +10,6 @@ very long rows and code that torch.compile traces (which fuses the operations it
 - `select`: the best blocks of each list, from queries and keys; `tile_scores`: the scores of a tile of keys.
 - `block_scores`: the same for long lists, by `largest`: the largest scores of each row, however many.
 - `summed_scores`: scores that are summed over heads, of an indexer or of compressed keys.
-
-May import `tiling`, `sparseflash.blockmask`, and of the Triton backend `device`, `launcher` and `device_functions`. For
-the families that choose.
 """
 
 from __future__ import annotations

@@ -27,5 +27,5 @@ These and the families share:
 - `draws`: random choices that are the same on every machine.
 - `sparseflash.blockmask`: `unique` numbers equal keys; `bitmask` packs and deduplicates bits.
 
-May import `sparseflash.blockmask` and `limits`. For the families and for `fused`.
+For the families and for `fused`.
 """

@@ -21,7 +21,7 @@ def by_kind(
 
     `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
     number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of each kind, and returns bool
-    `[S, block_q, block_k]`; scores past the ends may be True, and are dropped afterwards.
+    `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and are dropped afterwards.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
@@ -33,7 +33,8 @@ def by_kind(
     found, count = [torch.zeros(0, dtype=torch.int64, device="cpu")], 0
     portions = first.split(max(1, SCORES_AT_ONCE // (block_q * block_k))) if len(first) else ()
     for some in portions:
-        distinct, number = bitmask.deduplicate(bitmask.pack(live(some)))
+        made = live(some)
+        distinct, number = bitmask.deduplicate(bitmask.pack(made) if made.dtype == torch.bool else made)
         words.append(distinct)
         found.append(number + count)
         count += len(distinct)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, Integers, block_pair
+from sparseflash.blockmask.build import SCORES_AT_ONCE
 from sparseflash.blockmask.unique import number_combinations
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, strides
 from sparseflash.masks.tiling.kinds import by_kind
@@ -56,18 +57,31 @@ def within_ranges(
     steps = [r.step for r in ranges]
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
     offset = key_corners[cols] - query_corners[rows]
-    # Tiles hold the same bits if their keys have one shape and, on each axis, the same part of it is seen.
+    # Tiles hold the same bits if their keys have one shape and, on each axis, the same part of it is seen. The bits of
+    # an axis are made once for each shape and part, and are fewer than their combinations.
     codes = [key_shape[cols]]
+    of_axes: list[tuple[Tensor, Tensor]] = []
     for axis, step in enumerate(steps):
-        codes.append(
-            _parts_seen(windows[:, :, axis], window[rows], key_shapes[:, :, axis], codes[0], offset[:, axis], step)
-        )
+        window_of, keys_of = windows[:, :, axis], key_shapes[:, :, axis]
+        codes.append(_parts_seen(window_of, window[rows], keys_of, codes[0], offset[:, axis], step))
+        number, kinds = number_combinations([codes[0], codes[-1]])
+        one = number.new_zeros(kinds).scatter_(0, number, torch.arange(len(number), device="cpu"))
+        seen = [
+            bitmask.pack(
+                _inside(window_of[window[rows[some]]], keys_of[codes[0][some]] + offset[some, axis, None], step)
+            )
+            for some in one.split(max(1, SCORES_AT_ONCE // (block_q * block_k)))
+        ]
+        of_axes.append((number, torch.cat(seen)))
 
-    def live(some: Tensor) -> Tensor:
-        keys = key_shapes.index_select(0, key_shape[cols[some]]) + offset[some, None]
-        return _live(windows.index_select(0, window[rows[some]]), keys, steps)
+    def words(some: Tensor) -> Tensor:
+        number, seen = of_axes[0]
+        made = seen.index_select(0, number[some])
+        for number, seen in of_axes[1:]:
+            made &= seen.index_select(0, number[some])
+        return made
 
-    return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))
+    return by_kind(words, rows, cols, codes, count, block=(block_q, block_k))
 
 
 def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor, offset: Tensor, step: int) -> Tensor:
@@ -94,18 +108,13 @@ def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor
     return bitmask.deduplicate(torch.cat(parts))[1][torch.cat(found)][number]
 
 
-def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
-    """Bool `[E, block_q, block_k]` of int32 windows `[E, block_q, axes, 2]` and places of keys `[E, block_k, axes]`."""
-    live = None
-    for axis, step in enumerate(steps):
-        first, last = window[:, :, axis, 0, None], window[:, :, axis, 1, None]
-        place = keys[:, None, :, axis].contiguous()  # because comparing every second number is slower
-        inside = (place >= first) & (place <= last)
-        if step > 1:
-            inside &= (place - first) % step == 0
-        live = inside if live is None else live & inside
-    assert live is not None
-    return live
+def _inside(window: Tensor, keys: Tensor, step: int) -> Tensor:
+    """Bool `[E, block_q, block_k]` of int32 windows `[E, block_q, 2]` and coordinates of keys `[E, block_k]`."""
+    first, last = window.unsqueeze(2).unbind(3)
+    inside = (keys[:, None] >= first) & (keys[:, None] <= last)
+    if step > 1:
+        inside &= (keys[:, None] - first) % step == 0
+    return inside
 
 
 def _tiles_seen(

@@ -69,12 +69,16 @@ def spans(
     reach = (limit.amax(1) - 1).div(block_k, rounding_mode="floor")
     marked, busy = has_cols.nonzero()[:, 0], has_rows.nonzero()[:, 0]
     if len(marked):
-        i, at = between(torch.zeros_like(reach), torch.searchsorted(marked, reach, right=True) - 1)
-        j = marked[at]
-        outside = (j < first[i]) | (j > last[i])
-        i, j, at = i[outside], j[outside], at[outside]
-        repeats = ~has_rows[i] & (whole[i] >= ((j + 1) * block_k).clamp(max=k_len))
-        listed.append((i, j, torch.where(repeats, at + 1, -1)))
+        # The marked columns before the run of a block row, and those behind it; without a run, all are before it.
+        end = torch.searchsorted(marked, reach, right=True)
+        before, behind = torch.searchsorted(marked, first), torch.searchsorted(marked, last, right=True)
+        before, behind = (torch.where(last < first, end, x) for x in (before.minimum(end), behind))
+        alike = torch.where(has_rows, -1, whole)  # before this key all queries see the same of marked columns
+        stops = ((marked + 1) * block_k).clamp(max=k_len)
+        for start_at, stop_at in ((torch.zeros_like(end), before), (behind, end)):
+            i, at = between(start_at, stop_at - 1)
+            j = marked[at]
+            listed.append((i, j, torch.where(alike[i] >= stops[at], at + 1, -1)))
     if len(busy):
         at, j = between(torch.zeros_like(busy), reach[busy])
         i = busy[at]

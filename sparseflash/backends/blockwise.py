@@ -1,9 +1,8 @@
 """The CPU backend: PyTorch over the live tiles only, with gradients, in fp16, bf16, fp32 and fp64.
 
-Block rows with the same number of tiles are computed together: the keys and values of their tiles are gathered side by
-side, and the rest is ordinary softmax attention. Block rows are processed a few at a time, so that the number of scores
-in memory is bounded, and the backward recomputes scores. So memory grows with the inputs and the mask, not with `Nq *
-Nk`.
+Block rows with equally many tiles are computed together: the keys and values of their tiles are gathered side by side,
+and the rest is ordinary softmax attention, a few block rows at a time. The backward recomputes scores. So memory grows
+with the inputs and the mask, not with `Nq * Nk`.
 """
 
 from __future__ import annotations
@@ -108,8 +107,8 @@ def _backward(
             kept_weights = mask.kept(part, dropout)
             dweights *= kept_weights
             passed = weights * kept_weights
-        # The rounded weights do not quite sum to 1. That matters where one key has nearly all the weight, because its
-        # dweights and delta then nearly cancel. So the estimate is subtracted first and only the rest is summed, as in
+        # The rounded weights do not quite sum to 1, which matters where one key has nearly all the weight, because
+        # its dweights and delta nearly cancel. So the estimate is subtracted first and only the rest is summed, as in
         # the kernels.
         dweights -= estimate
         rest = (weights * dweights).sum(-1, keepdim=True)
@@ -134,7 +133,6 @@ def _backward(
 
 
 def _empty_kept(q: Tensor) -> Tensor:
-    """An uninitialised tensor for the maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
     return q.new_empty((2, *q.shape[:-1]), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -163,5 +161,5 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _or_one(total: Tensor) -> Tensor:
-    """Replaces sums of 0 by 1: these queries have no keys, and their weights are 0 anyway."""
+    """Replaces sums of 0, of queries without keys, by 1."""
     return total.masked_fill(total == 0, 1.0)

@@ -21,7 +21,7 @@ Blocks = tuple[int, int]  # how many blocks hold a sequence's live queries, and 
 
 
 class Rows(NamedTuple):
-    """Block rows of one pattern that have the same number c of tiles, for the heads that use the pattern."""
+    """Block rows of one pattern that have the same number c of tiles."""
 
     heads: Tensor  # [n], indices of (batch element, query head)
     rows: Tensor  # [R], block rows
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 
 
 class Tiles:
-    """Cuts tensors into the tiles of a mask, and lists the block rows to compute."""
+    """A mask's tiles of tensors, and the block rows to compute."""
 
     def __init__(self, q: Tensor, k: Tensor, problem: Problem) -> None:
         self.batch, self.heads, self.q_len = q.shape[:3]
@@ -57,8 +57,8 @@ class Tiles:
     def cut(self, x: Tensor, block: int, *, last: bool = False) -> Tensor:
         """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`.
 
-        The padding is zeros, or copies of the last token if `last`. Queries and keys are padded with the last token,
-        because a score modification and its derivatives need only be finite for scores of tokens, not for 0.
+        The padding is zeros, or the last token if `last`: a score modification and its derivatives need only be finite
+        for scores of tokens.
         """
         batch, heads, length, dim = x.shape
         count = -(-length // block)
@@ -85,7 +85,6 @@ class Tiles:
         return scores if live is None else scores.masked_fill_(~live, -torch.inf)
 
     def place(self, part: Rows) -> Place:
-        """The positions of the scores of these rows. Scores past the ends, which are dead, are placed at the ends."""
         rows, device = len(part.rows), part.rows.device
         q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
         k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
@@ -170,8 +169,8 @@ class Tiles:
     def _patterns(self) -> Iterator[tuple[int, Tensor, Blocks | None]]:
         """Yields `(pattern, indices of (batch element, head), blocks)` for each pattern in use.
 
-        If the mask has lengths, only sequences with the same number of live blocks are yielded together; `blocks` are
-        those numbers, or None without lengths.
+        With lengths, only sequences with the same number of live blocks are yielded together; `blocks` are those
+        numbers.
         """
         keys = self.pattern.long().unsqueeze(1)
         if self.stops is not None:
@@ -181,7 +180,6 @@ class Tiles:
             yield number, (which == kind).nonzero().squeeze(1), tuple(blocks) or None
 
     def _rows_by_count(self, number: int, blocks: Blocks | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The block rows of a pattern, grouped by their number of tiles. Tiles past `blocks` are left out."""
         if blocks is not None:
             return self._counted_rows(number, blocks)
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))

@@ -1,6 +1,6 @@
 """Few queries against a KV cache, in plain PyTorch.
 
-`live_keys` defines which keys are live; the kernels in `triton/decode` must agree with it.
+`live_keys` defines which keys are live, also for the kernels in `triton/decode`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cached:
     starts: Tensor | None = None  # integers [B]
     window: int | None = None
     sinks: int = 0
-    page: int = 0  # tokens of a page; 0 if there are none
+    page: int = 0  # tokens of a page; 0 without pages
     block_table: Tensor | None = None  # integers [B, n]: the pages of each sequence; None: the cache is contiguous
     pages: Tensor | None = None  # int32 or int64 [B, Hkv, K]: the chosen pages, each once, -1 for none
     mask: BlockMask | None = None
@@ -39,7 +39,6 @@ class Cached:
     changes: Scores | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
-        """The maximum number of tokens of a sequence."""
         return k_cache.shape[2] if self.block_table is None else self.block_table.shape[1] * self.page
 
 
@@ -118,7 +117,7 @@ def rows_of(mask: BlockMask, positions: Tensor) -> Tensor:
 def _gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     """The pages of each sequence concatenated, `[B, Hkv, n * page, D]`.
 
-    Page numbers out of range are clamped: the block table may hold anything for pages that are not in use yet.
+    Page numbers are clamped: the table may hold anything for pages that are not in use yet.
     """
     pages = cache[block_table.long().clamp(0, cache.shape[0] - 1)]  # [B, n, Hkv, page, D]
     return pages.transpose(1, 2).flatten(2, 3)

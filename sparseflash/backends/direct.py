@@ -1,4 +1,4 @@
-"""Calls a backend's functions directly, as one autograd node, when nothing compiles, traces or transforms the call."""
+"""Calls a backend's functions as one autograd node, when nothing compiles, traces or transforms the call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.autograd import forward_ad
 
 from sparseflash.backends.saved import Saved
 
-# Parameters are the only subclass of Tensor that surely does not override operators. Most learned tensors are ones.
+# Parameters are the only subclass of Tensor that surely does not override operators.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Differentiable(Protocol):
     """A forward and its backward, for tensors and a problem that have already been checked.
 
-    The object lives as long as the graph. So it must not hold q, k, v or the tensors of the score modifications
-    (`tensors`): autograd saves these, where hooks for saved tensors reach them.
+    It lives as long as the graph, so it must not hold q, k, v or `tensors`: autograd saves these, where hooks for saved
+    tensors reach them.
     """
 
     seed: Tensor | None  # of the dropout
@@ -89,7 +89,7 @@ def call_directly(
 
 
 def as_recorded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, detached if no graph is recorded, so that a backend does not prepare a backward for them."""
+    """q, k and v, detached if no graph is recorded, so that a backend prepares no backward."""
     if torch.is_grad_enabled():
         return q, k, v
     q, k, v = [x.detach() if x.requires_grad else x for x in (q, k, v)]
@@ -122,7 +122,5 @@ def are_plain(*tensors: Tensor) -> bool:
 
 
 def _holds_several(gradient: Tensor) -> bool:
-    """Whether a tensor is a batch of gradients from `torch.autograd.grad(is_grads_batched=True)`. Its Python type and
-    shape do not show that.
-    """
+    """Whether a tensor is a batch of gradients (`is_grads_batched=True`), which its type and shape do not show."""
     return torch._C._functorch.is_legacy_batchedtensor(gradient)

@@ -1,7 +1,7 @@
 """Flop formulas of our operators for PyTorch's `FlopCounterMode`: the products over live tiles, as in `analysis.flops`.
 
-The counter counts 0 for operators that are not registered with it. Importing `torch.utils.flop_counter` takes a third
-of a second, so our operators are registered at the first call under a counter.
+The counter counts 0 for operators that it does not have. Importing `torch.utils.flop_counter` takes a third of a
+second, so ours are registered at the first call under a counter.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def with_more(formula: Formula, first: int, count: int) -> Formula:
 def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
     """The number of scores in all live tiles of all heads. Tiles past `lengths` are counted, too.
 
-    The contents of fake tensors are unknown. They count as the mean over the patterns, and a dynamic mask counts with
-    its full capacity.
+    Fake tensors count as the mean over the patterns, a dynamic mask with its full capacity.
     """
     (batch, heads, q_len), k_len = q.shape[:3], k.shape[2]
     indptr, indices, pattern, block_q, block_k = (

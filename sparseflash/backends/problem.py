@@ -1,7 +1,6 @@
 """The arguments of every backend besides q, k and v: the mask's arrays, the scale, the dropout.
 
-The fields, in this order, are the arguments of the registered operators after q, k and v. A field added here must also
-be added to the operators and to their backward.
+The fields, in this order, are the registered operators' arguments after q, k and v, and of their backward.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from sparseflash.dropout import Dropout
 
 
 class Problem(NamedTuple):
-    """The arguments of a backend besides q, k and v.
+    """Arguments besides q, k and v.
 
     >>> Problem.of(None, scale=0.125).block_q
     128
@@ -63,7 +62,6 @@ class Problem(NamedTuple):
 
     @property
     def dropout(self) -> Dropout | None:
-        """The dropout, if there is any."""
         if self.seed is None:
             return None
         return Dropout(self.seed, self.dropped, self.dropout_rows, self.dropout_queries, self.dropout_groups)

@@ -1,8 +1,8 @@
 """The definition: masked softmax attention on whole matrices, in plain PyTorch.
 
-Every other backend must compute the same. The tests compare with this backend in fp64. fp16 and bf16 inputs are
-computed in fp32 and rounded at the end, because scores above 65,504 overflow in fp16. `plain_attention` rounds every
-step to its inputs' dtype instead; its error bounds the errors of the other backends. Memory grows with `Nq * Nk`.
+Every other backend must compute the same; tests compare with this one in fp64. fp16 and bf16 are computed in fp32 and
+rounded at the end, because scores above 65,504 overflow in fp16. `plain_attention` rounds every step to its inputs'
+dtype instead; its error bounds the other backends' errors. Memory grows with `Nq * Nk`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attention(
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
 
     A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
-    lower precision, as in the other backends. changes: the score modifications, prepared for these sizes.
+    lower precision. changes: prepared for these sizes.
     """
     return attention_to_live(q, k, v, None if mask is None else mask.to_dense(), scale, dropout, changes)
 
@@ -59,7 +59,7 @@ def attention_of_live(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`attention_to_live` with every step in the inputs' own dtype.
 
-    at: the positions of the scores, if these are only a part of the problem that `changes` were prepared for.
+    at: the positions of the scores, if only a part of the problem of `changes`.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
@@ -91,9 +91,8 @@ def attention_of_live(
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y`, summed in fp32 and rounded once. For fp16 on CPUs PyTorch's own loops do the same, but take ten times as
-    long as BLAS in fp32.
-    """
+    """`x @ y`, summed in fp32 and rounded once. For fp16 on CPUs PyTorch's own loops take ten times as long as BLAS in
+    fp32."""
     if x.dtype == torch.float16 and x.device.type == "cpu":
         return (x.float() @ y.float()).to(x.dtype)
     return x @ y

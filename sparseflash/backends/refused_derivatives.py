@@ -28,9 +28,9 @@ asked = threading.local()
 
 
 def refuse_unasked(name: str) -> None:
-    """Raises if forward-mode derivatives are taken around compiled code, which would silently treat them as 0.
+    """Raises if forward-mode derivatives are taken around compiled code, which would treat them as 0.
 
-    Inside the operator, PyTorch does not show whether an input has a tangent, so any forward-mode level is refused.
+    Inside the operator PyTorch does not show whether an input has a tangent, so any forward-mode level is refused.
     """
     if forward_ad._current_level >= 0 and not getattr(asked, "tangents", False):
         raise _no_forward_mode(name)

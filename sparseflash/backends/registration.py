@@ -1,12 +1,12 @@
 """Makes a backend callable: directly in plain eager mode, and as a registered PyTorch operator everywhere else.
 
 A backend is a forward and a backward function of plain tensors and a `Problem`. This module, `direct.py` and
-`refused_derivatives.py` connect all backends to PyTorch in the same way: `opcheck` passes,
-`torch.compile(fullgraph=True)` sees one opaque node, and nothing is saved for a backward that will not run.
+`refused_derivatives.py` connect all backends to PyTorch: `opcheck` passes, `torch.compile(fullgraph=True)` sees one
+opaque node, and nothing is saved for a backward that will not run.
 
-PyTorch's dispatcher and the Python of its autograd registration cost about 150 us for a forward and a backward, more
-than the kernels take on a short sequence. So unless something compiles, traces, profiles or transforms the call, the
-backend's functions are called directly, in our own autograd function; see `direct.py`.
+PyTorch's dispatcher and the Python of its autograd registration take longer than the kernels on a short sequence. So
+unless something compiles, traces, profiles or transforms the call, the backend's functions are called directly, in our
+own autograd function; see `direct.py`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.saved import schema as saved_schema
 from sparseflash.limits import FAR, is_near
 
-# `torch.library.custom_op` would add 8 us per call: it checks at run time what opcheck checks in the tests.
+# `torch.library.custom_op` checks at run time what opcheck checks in the tests.
 LIBRARY = torch.library.Library("sparseflash", "DEF")
 
-# cudagraph_unsafe makes torch.compile(mode="reduce-overhead") leave the operator out of its CUDA graphs. Otherwise the
-# plan that the first call makes and caches would be allocated in the graph's memory pool. Old PyTorch lacks the tag.
+# cudagraph_unsafe makes torch.compile(mode="reduce-overhead") leave the operator out of its CUDA graphs: the plan
+# that the first call caches would lie in the graph's memory pool. Old PyTorch lacks the tag.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
 
 _PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
@@ -48,8 +48,8 @@ class RegisteredOperator(ABC):
     """The operators `sparseflash::{operator}` and `{operator}_backward` of a backend; the base class of `Operator` and
     `scored.ScoredOperator`.
 
-    The forward operator takes q, k and v, then the arguments that a subclass adds, then the problem. The backward
-    operator takes dout, dlse and the fields of `Saved` in place of q, k and v.
+    The forward operator takes q, k and v, the subclass's arguments, the problem. The backward operator takes dout, dlse
+    and the fields of `Saved` in place of q, k and v.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class RegisteredOperator(ABC):
     ) -> None:  # fmt: skip
         """Registers both operators. The keyword arguments are parts of their schemas.
 
-        added: arguments of both. If not empty, the first one is a list of tensors, and the backward also returns a list
-        of their gradients. added_backward: arguments of the backward alone, after `added`.
+        added: arguments of both. If not empty, the first is a list of tensors, and the backward returns a list of their
+        gradients. added_backward: of the backward alone, after `added`.
         """
         self.name, self._empty_kept, self._added = name, empty_kept, len(added)
         inputs = ", ".join(("Tensor q, Tensor k, Tensor v", *added, problem))
@@ -115,12 +115,10 @@ class RegisteredOperator(ABC):
         return guarded
 
     def _forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` through the registered operator."""
         out, lse, _ = self._dispatched(self._forward_op, arguments)
         return out, lse
 
     def _backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> tuple[Any, ...]:
-        """The results of the registered backward operator."""
         if saved.kept is None:
             saved = saved._replace(kept=self._empty_kept(saved.q))
         gradients: tuple[Any, ...] = self._dispatched(self._backward_op, (dout, dlse, *saved, *others))
@@ -148,9 +146,8 @@ class RegisteredOperator(ABC):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(q, k, v, *output, problem.seed, *tensors)
-        # The mask's arrays are kept as attributes, not with save_for_backward. They never change. Plans are cached on
-        # them, and copies made by hooks for saved tensors would lose the plans. And masks made under inference_mode(),
-        # which autograd cannot save, may be used in training.
+        # The mask's arrays are attributes, not saved by save_for_backward: plans are cached on them, and copies made
+        # by hooks for saved tensors would lose the plans. And autograd cannot save masks made under inference_mode().
         ctx.problem = problem._replace(seed=None)
 
     def _differentiate(
@@ -178,8 +175,8 @@ class Operator(RegisteredOperator):
         """`forward(q, k, v, problem)` returns `(out, lse, kept)`. `kept` has the shape of `empty_kept(q)` and holds
         anything that the backward needs besides q, k, v, out and lse.
 
-        `backward(dout, dlse, saved, problem)` returns `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse.
-        Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
+        `backward(dout, dlse, saved, problem)` returns `(dq, dk, dv)`; `dlse` may be None. Outputs must have the strides
+        of `empty_out`, `empty_lse` and `empty_gradient`.
         """
         self.forward, self.direct_backward = forward, backward
         super().__init__(name, name, empty_kept, problem=schema())
@@ -193,9 +190,8 @@ class Operator(RegisteredOperator):
         return self._forward(q, k, v, *problem)
 
     def _mapped(self, info: Any, dims: Sequence[int | None], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """The forward under torch.vmap. The mapped dimension is folded into the batch, except with a pattern per batch
-        element, with dropout, or if more than q, k and v is mapped: then the slices run one after another.
-        """
+        """The forward under torch.vmap. The mapped dimension is folded into the batch; the slices run one after another
+        with a pattern per batch element, with dropout, or if more than q, k and v is mapped."""
         tensors, problem, size = arguments[:3], Problem(*arguments[3:]), info.batch_size
         own_patterns = problem.pattern is not None and len(problem.pattern) > 1
         if own_patterns or problem.seed is not None or any(dim is not None for dim in dims[3:]):
@@ -210,7 +206,6 @@ class Operator(RegisteredOperator):
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)` through the registered operator."""
         dq, dk, dv = self._backward(dout, dlse, saved, *problem)
         return dq, dk, dv
 
@@ -275,9 +270,8 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """An empty tensor in the layout of `x`. It is contiguous instead if `x` overlaps itself and tokens would become the
-    innermost dimension, or if the token stride would overflow the kernels' 32-bit offsets.
-    """
+    """An empty tensor in the layout of `x`; contiguous if `x` overlaps itself and tokens would become the innermost
+    dimension, or if the token stride would overflow 32-bit offsets."""
     gradient = torch.empty_like(x)
     return gradient if is_near(gradient) else x.new_empty(x.shape)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 class Saved(NamedTuple):
     """The inputs and results of a forward.
 
-    Its fields, in this order, are arguments of the registered backward operators, after the gradients of out and lse.
+    In this order also arguments of the registered backward operators, after the gradients of out and lse.
     """
 
     q: Tensor

@@ -43,8 +43,8 @@ class ScoredOperator(RegisteredOperator):
         """
         self.forward, self._direct_backward = forward, backward
         changes = "Tensor[] tensors", "str changes"
-        # The schema has no defaults: PyTorch drops arguments that equal their defaults, and with a list among the
-        # inputs it then expects only as many gradients as arguments are left.
+        # No defaults: PyTorch drops arguments that equal theirs, and with a list among the inputs it then expects
+        # only as many gradients as arguments are left.
         super().__init__(
             name, f"{name}_scored", empty_kept, problem=schema(with_defaults=False), added=changes,
             added_backward=["bool[] wanted"], added_gradients=["Tensor[]"],
@@ -109,7 +109,6 @@ class ScoredOperator(RegisteredOperator):
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: list[Tensor], changes: str, wanted: list[bool],
         problem: Problem,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """`direct_backward` through the registered operator. changes: as `Scores.described` returns them."""
         refuse_batched_gradients(self.name, dout, dlse)
         dq, dk, dv, learned = self._backward(dout, dlse, saved, tensors, changes, wanted, *problem)
         return dq, dk, dv, *(x if wants else None for x, wants in zip(learned, wanted, strict=True))
@@ -168,8 +167,6 @@ class _Once(torch.autograd.Function):
 
 
 class _Shapes(Run):
-    """Empty results, for fake tensors."""
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._operator._fake_forward(q, k, v)
 

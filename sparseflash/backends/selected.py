@@ -1,7 +1,6 @@
 """The operators of the kernels for chosen tokens, `sparseflash::token_attention` and `sparseflash::token_scores`.
 
-As in `registration.py`, `opcheck` passes and `torch.compile(fullgraph=True)` sees one node. Derivatives that the
-kernels do not have are refused.
+As in `registration.py`. Derivatives that the kernels do not have are refused.
 """
 
 from __future__ import annotations

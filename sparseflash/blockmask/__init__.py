@@ -1,12 +1,11 @@
 """The mask type: the live scores of an attention, as data. `mask.py` has the class, the other files its parts.
 
-It may import `cuda_driver` and `limits` of the library. The `methods` of `BlockMask` import `ops` and `draw` when they
-are called, the only circle of imports.
+The `methods` of `BlockMask` import `ops` and `draw` when they are called, the only circle of imports.
 """
 
 import sys
 
-# # Python makes a package of any folder with the package's name, such as a clone, and finds it before an editable
+# Python makes a package of any folder with the package's name, such as a clone, and finds it before an editable
 # install. Checked here, because all others import this part first.
 if getattr(sys.modules["sparseflash"], "__file__", None) is None:
     raise ImportError(

@@ -79,7 +79,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def _is_index(value: Any) -> bool:
-    # # int first: the check of the protocol is slow, and masks that are rebuilt at every step need it a dozen times.
+    # int first: the check of the protocol is slow, and masks that are rebuilt at every step need it a dozen times.
     if isinstance(value, int):
         return True
     if isinstance(value, np.ndarray):  # arrays and tensors have __index__, but it works for single integers only

@@ -46,7 +46,7 @@ def pack(live: Tensor) -> Tensor:
     flat = live.reshape(-1).contiguous()
     if flat.storage_offset() % 8:
         flat = flat.clone()  # the view as int64 below needs an aligned offset
-    # # Each eight scores are eight bytes, 0 or 1, of one int64, lowest byte first. The factor has bits 7, 14, ..., 56,
+    # Each eight scores are eight bytes, 0 or 1, of one int64, lowest byte first. The factor has bits 7, 14, ..., 56,
     # so it moves byte i to the bits 8 i + 7 j, among them 56 + i. All are distinct, so nothing carries.
     octets = (flat.view(torch.int64) * 0x0102_0408_1020_4080 >> 56).to(torch.uint8)
     if live.shape[-1] < WORD:
@@ -118,11 +118,11 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
         inverse, representative = _numbered(words, numbers, 0)
         return words if len(numbers) == count else words.index_select(0, representative), inverse
     flat = words.flatten(1)
-    # # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. Tiles with equal fingerprints
+    # Sorting 64-bit fingerprints is far cheaper than sorting rows of hundreds of words. Tiles with equal fingerprints
     # are compared below; a collision falls back to sorting the rows.
     generator = torch.Generator("cpu").manual_seed(0x5F)
     factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
-    # # On a CPU, chunks that fit in its caches are faster. They are also too small for PyTorch's threads, which would
+    # On a CPU, chunks that fit in its caches are faster. They are also too small for PyTorch's threads, which would
     # wait for one another on a busy machine.
     rows_at_once = max(1, (_SERIAL if words.device.type == "cpu" else WORDS_AT_ONCE) // max(1, flat.shape[1]))
     fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])

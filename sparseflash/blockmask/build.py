@@ -112,20 +112,35 @@ def _assemble(
         rows, cols, tile = rows[order], cols[order], tile[order]
         if not _in_order(rows, cols):
             raise ValueError("a tile must not be listed twice.")
-    # # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once.
-    special, ends_of = tile > 0, []
-    if q_len % block_q:
-        ends_of.append((1, (rows if patterns == 1 else rows % row_blocks) == row_blocks - 1))
-    if k_len % block_k:
-        ends_of.append((2, cols == col_blocks - 1))
-    for _, is_last in ends_of:
-        special |= is_last
-    listed = np.flatnonzero(special)  # without full tiles that no end cuts, the most frequent kind
-    pair = tile[listed] * 4
-    for code, is_last in ends_of:
-        pair += code * is_last[listed]
+    # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once. Full
+    # tiles that no end cuts, the most frequent kind, are left out. Lists of millions are read in portions, three times:
+    # the numbers of their pairs would take more time to keep than to make again.
+    last_row = row_blocks - 1 if q_len % block_q else -1
+    last_col = col_blocks - 1 if k_len % block_k else -1
+
+    def portion(start: int) -> tuple[int, Integers, Integers]:
+        """The first tile of a portion, its tiles that are not left out, and their pairs."""
+        stop = start + TILES_AT_ONCE
+        own = tile[start:stop]
+        special = own > 0
+        if last_row >= 0:
+            row = rows[start:stop] if patterns == 1 else rows[start:stop] % row_blocks
+            special |= row == last_row
+        if last_col >= 0:
+            special |= cols[start:stop] == last_col
+        listed = np.flatnonzero(special)
+        pair = own[listed] * 4
+        if last_row >= 0:
+            pair += row[listed] == last_row
+        if last_col >= 0:
+            pair += 2 * (cols[start:stop][listed] == last_col)
+        return start, listed, pair
+
+    starts = range(0, len(tile), TILES_AT_ONCE)
+    kept = [portion(0)] if len(starts) == 1 else None
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
-    occurs[pair] = True
+    for _, _, pair in kept or map(portion, starts):
+        occurs[pair] = True
     kind_of = np.zeros(len(occurs), dtype=np.int64)
     pairs = np.flatnonzero(occurs)
     ends = _ends(q_len, k_len, block_q, block_k, words.device)
@@ -140,21 +155,27 @@ def _assemble(
     kind, bits = bitmask.classify(trimmed, pairs, block_q, block_k)
     kind_of[pairs] = kind.cpu().numpy()
     # Partial tiles are numbered by first appearance in the rows, so that equal masks have equal arrays.
-    kinds = kind_of[pair]
-    first = np.zeros(len(bits) + 1, dtype=np.int64)
-    partial = kinds > 0
-    first[kinds[partial][::-1]] = listed[partial][::-1]  # the last write wins: the first appearance
-    if not (first[2:] > first[1:-1]).all():
+    first = np.full(len(bits) + 1, len(tile), dtype=np.int64)
+    first[0] = -1
+    for start, listed, pair in kept or map(portion, starts):
+        kinds = kind_of[pair]
+        new = np.flatnonzero(first[kinds] == len(tile))  # a dead tile's number, -1, is the last kind's
+        new = new[kinds[new] > 0]
+        first[kinds[new][::-1]] = listed[new][::-1] + start  # the last write wins: the first appearance
+    if not (first[1:] > first[:-1]).all():
         order = first[1:].argsort()
-        number = np.zeros_like(first)
+        number = np.arange(len(first) + 1)
         number[order + 1] = np.arange(1, len(first))
-        kinds = np.where(kinds > 0, number[kinds], kinds)
+        number[-1] = -1
+        kind_of = number[kind_of]
         bits = bits.index_select(0, torch.from_numpy(order).to(bits.device))
     all_kinds = np.zeros(len(tile), dtype=np.int32)
-    all_kinds[listed] = kinds
+    numbers = kind_of.astype(np.int32)
+    for start, listed, pair in kept or map(portion, starts):
+        all_kinds[start : start + TILES_AT_ONCE][listed] = numbers[pair]
     if (kind_of < 0).any():
-        kept = all_kinds >= 0
-        rows, cols, all_kinds = rows[kept], cols[kept], all_kinds[kept]
+        live = all_kinds >= 0
+        rows, cols, all_kinds = rows[live], cols[live], all_kinds[live]
     indptr = np.searchsorted(rows, np.arange(patterns * row_blocks + 1))
     return indptr, cols.astype(np.int32), all_kinds, bits
 

@@ -132,7 +132,7 @@ class BlockMask:
         object.__setattr__(self, "words", self._words())
         if belong_together(self.indices, self._others()):
             return  # FSDP rebuilds a module's dataclass inputs from their fields: keep the caches
-        # # Everything derived from the arrays is cached on the indices tensor. Masks that share indices may differ in
+        # Everything derived from the arrays is cached on the indices tensor. Masks that share indices may differ in
         # other arrays, so each mask has its own tensor object over the same memory.
         object.__setattr__(self, "indices", self.indices.detach())
         self._made()
@@ -369,7 +369,7 @@ class BlockMask:
         return self  # immutable: copying a model shares its masks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives
+        # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives
         # as long as the mask: PyTorch passes tensors to a child process as file descriptors, and a temporary copy's
         # would be closed by then.
         mask = self.canonical() if self.dynamic else self
@@ -390,7 +390,7 @@ def _alone(indices: Tensor, array: Tensor) -> Tensor:
     """A plain tensor of an array of a mask, in its own memory, which lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    # # The cache entry holds the array's memory, so that no other tensor can have the same address and thus the same
+    # The cache entry holds the array's memory, so that no other tensor can have the same address and thus the same
     # key. It must not hold the array itself: it may be the indices tensor, which owns the cache, and the cycle would
     # never be freed.
     key = ("alone", array.data_ptr(), array.shape, array.stride())

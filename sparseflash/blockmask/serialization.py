@@ -51,7 +51,7 @@ def save(mask: BlockMask, path: Path) -> None:
     contents = _contents(mask)
     path = os.fspath(path)
     folder, name = os.path.split(path)
-    # # In the same folder, because a rename is atomic only within one file system. `tempfile` would ignore the umask.
+    # In the same folder, because a rename is atomic only within one file system. `tempfile` would ignore the umask.
     temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:

@@ -2,7 +2,7 @@
 
 The lists and bits of most masks are short: an operation on them takes less time than its threads take to wait for one
 another. `torch.set_num_threads` would be no remedy, because threads that start meanwhile would keep the number. OpenMP,
-by which PyTorch splits its work on Linux, has a number for each thread.
+which splits PyTorch's work on Linux, has a number for each thread.
 """
 
 from __future__ import annotations

@@ -4,9 +4,6 @@ It shows the cost and reach of a mask, checks on this machine that attention wit
 other libraries, and lists the patterns and the machine's kernels. app.py has the commands, options.py, names.py and
 output.py their common parts, expression.py and sources.py evaluate the MASK argument, and each command has a file of
 its own; strip.py draws the reach of a mask by layers.
-
-It may import everything that a user may: `sparseflash`, `attention`, `analysis`, `draw`, `explain`, `interop`,
-`testing` and `masks`. Of the Triton backend it may import `native`, to say what starts kernels here.
 """
 
 

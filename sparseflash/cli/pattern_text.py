@@ -1,4 +1,4 @@
-"""A pattern as text, for programs that know the number of tokens: a name, an expression, or a function of one's own.
+"""A pattern as text, for programs that know the number of tokens: a name, an expression, or a function of the user.
 
 local(n, window=64)              an expression of sparseflash.masks, where n is the number of tokens
 butterfly                        a pattern that needs only the number of tokens
@@ -79,7 +79,7 @@ def _own(text: str, place: str, name: str, length: int, block: int, heads: int) 
 
 
 def function_of(place: str, name: str) -> Callable[..., Any]:
-    """The function of this name in a Python file or a module. Raises ValueError if there is none."""
+    """The function of this name in a Python file or a module. Raises ValueError if it is missing."""
     try:
         module = module_of(place)
     except Missing as error:

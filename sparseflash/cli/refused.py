@@ -1,4 +1,4 @@
-"""The error of a MASK argument that gives no mask, and the file name by which tracebacks know its code."""
+"""The error of a MASK argument that gives no mask, and the file name of its code in tracebacks."""
 
 EXPRESSION = "<mask>"
 

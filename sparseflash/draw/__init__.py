@@ -8,8 +8,6 @@ All three use `panels`, which finds the distinct pictures that the heads and bat
 share of each cell of a coarse grid, computed from the list of live tiles.
 """
 
-# It may import `blockmask`, whose methods import it.
-
 from sparseflash.draw.cells import Shares as Shares
 from sparseflash.draw.cells import shares as shares
 from sparseflash.draw.figure import plot as plot

@@ -36,7 +36,7 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
     tokens, and zoomed in, it shows single scores; masks of more than 200,000 live tiles, or 4 MiB of distinct ones,
     show tiles only.
 
-    costs: labels and texts to show beside the pictures, such as those of `sparseflash show`.
+    costs: labels and texts to show beside the pictures, as `sparseflash show` does.
     """
     mask = mask.canonical()
     found = panels(mask)

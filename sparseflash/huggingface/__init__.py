@@ -5,8 +5,6 @@ layer for the attention. The first call returns a `ModelMask` (model_mask.py), w
 a layer's pattern may leave out most of the scores that the rules allow; the second is `Attention` (layer.py).
 """
 
-# It may import `attention`, `blockmask`, `decode`, `interop` and `scores`.
-
 from __future__ import annotations
 
 import inspect

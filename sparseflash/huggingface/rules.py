@@ -1,4 +1,4 @@
-"""The rules by which Transformers describes a model's masks: equality, decoding, and the live scores."""
+"""Transformers' rules for a model's masks: equality, decoding, and the live scores."""
 
 from __future__ import annotations
 

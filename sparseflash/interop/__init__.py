@@ -48,8 +48,8 @@ These need the library: `interop.torchtitan` (`SparseAttention`, an inner attent
 (`SparseDotProductAttention`, a core attention).
 """
 
-# It may import `blockmask` and `scores` alone, so that `attention` and layers may use it. Modules with whole functions
-# also import `attention` and what is built on it; they are imported on first access.
+# `attention` and layers use this package. So modules with whole functions, which import `attention`, are imported on
+# first access.
 
 from types import ModuleType
 

@@ -11,8 +11,7 @@ from sparseflash.interop.flash_attn import flash_attn_func, flash_attn_varlen_fu
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **options: Any) -> Any:
-    """`flash_attn.flash_attn_qkvpacked_func`, of `qkv [B, N, 3, H, D]`; the other arguments are those of
-    `flash_attn_func`.
+    """`flash_attn.flash_attn_qkvpacked_func`, of `qkv [B, N, 3, H, D]`; other arguments as of `flash_attn_func`.
 
     >>> import torch
     >>> flash_attn_qkvpacked_func(torch.randn(2, 100, 3, 4, 16), causal=True).shape

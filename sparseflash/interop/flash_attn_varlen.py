@@ -61,7 +61,7 @@ def packed_attention(
         qh, kh, vh, mask, scale=softmax_scale, return_lse=True,
         dropout_p=dropout_p, scores=changes if changes.changes else None, backend=backend,
     )  # fmt: skip
-    out, lse = out[0].transpose(0, 1), lse[0]
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # not an index, whose gradient is a copy into zeros
     if padding:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))
         lse = torch.nn.functional.pad(lse, (0, padding), value=-torch.inf)

@@ -37,7 +37,7 @@ def na1d(
     additional_values: Tensor | None = None, *, return_lse: bool = False, block: Block = 128,
     backend: Backend | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    """`natten.na1d`: neighbourhood attention on a sequence, `[B, N, H, D]`. The arguments are those of `na2d`.
+    """`natten.na1d`: neighbourhood attention on a sequence, `[B, N, H, D]`. Arguments as of `na2d`.
 
     >>> q, k, v = torch.randn(3, 1, 100, 2, 16)
     >>> na1d(q, k, v, kernel_size=7, is_causal=True).shape
@@ -89,8 +89,7 @@ def na3d(
     additional_values: Tensor | None = None, *, return_lse: bool = False, block: Block = 128,
     backend: Backend | None = None, **others: Any,
 ) -> Any:  # fmt: skip
-    """`natten.na3d`: neighbourhood attention on a video, `[B, frames, height, width, H, D]`. The arguments are those of
-    `na2d`.
+    """`natten.na3d`: neighbourhood attention on a video, `[B, frames, height, width, H, D]`. Arguments as of `na2d`.
 
     >>> q, k, v = torch.randn(3, 1, 4, 8, 8, 2, 16)
     >>> na3d(q, k, v, kernel_size=(3, 5, 5), is_causal=(True, False, False)).shape

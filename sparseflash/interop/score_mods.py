@@ -89,7 +89,7 @@ def changes_of(
 
 
 def _with_learned(score_mod: Callable[..., Tensor], learned: Sequence[Tensor]) -> Change:
-    """A function to which the learned tensors that `score_mod` captures are given, so that they receive gradients."""
+    """A function that is given the learned tensors that `score_mod` captures, so that they receive gradients."""
     if not learned:
         return scores.function(score_mod)
     places = {id(x): number for number, x in enumerate(learned)}

@@ -66,7 +66,7 @@ def memory_efficient_attention(
         p, scale: dropout and the factor of scores, as `dropout_p` and `scale` of `attention`.
         block, backend: as for `sdpa`.
 
-    A query without a live key gives 0; xformers gives NaN. Masks are kept by what the bias says. A tensor is converted
+    A query without a live key gives 0; xformers gives NaN. Masks are kept by the bias's values. A tensor is converted
     at every call; see `sdpa`. `op` changes nothing: the kernels follow from the GPU and the mask. `output_dtype` and
     biases with pages are refused.
     """

@@ -14,9 +14,6 @@ torch.Size([2, 256, 64])
 | `Rotary`, `Rotary2D` | positions in a sequence, or in an image |
 """
 
-# It may import `attention`, `blockmask`, `decode`, `pattern`, `remedies`, `scaled_dot_product`, `scores`, `validation`
-# and the mask `causal`.
-
 from sparseflash.nn.cross_attention import SparseCrossAttention
 from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.multihead import MultiheadAttention

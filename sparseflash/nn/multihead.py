@@ -169,7 +169,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         mixed = attention(q, k, v, mask, dropout_p=dropped, scores=change, backend=self.backend)
         out = self.out_proj(mixed.transpose(1, 2).flatten(2))
         if not has_batch:
-            return out[0], None
+            return out.squeeze(0), None
         return (out if self.batch_first else out.transpose(0, 1)), None
 
     without_others(forward)

@@ -16,9 +16,6 @@ torch.Size([2, 300, 64])
 | `VideoSparseAttention` (VSA) | each cube of each head | cubes of a video | mean queries and keys |
 """
 
-# It may import `attention`, `blockmask`, `decode`, `grouped`, `masks`, `masks/fused`, `masks/tiling`, `nn`, `remedies`,
-# `scores` and `selected_tokens`.
-
 from sparseflash.selection.block_selection import BlockSelection
 from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.context import Context

@@ -17,7 +17,7 @@ from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
-_ROWS = 16  # heads of a group from which tiles of one query waste nothing
+_ROWS = 16  # with so many heads a group, tiles of one query waste nothing
 
 
 class How(NamedTuple):

@@ -102,7 +102,7 @@ class BlockSelection(IndexedLayer):
         q, k, scale = q.detach(), k.detach(), self.index_dim**-0.5
 
         def of_groups(weights: Tensor) -> Tensor:
-            return weights.unflatten(1, (self.kv_heads, -1)).mean(2)
+            return torch.mean(weights.unflatten(1, (self.kv_heads, -1)), 2)
 
         if self.teach == "visible":
             return self.divergence(

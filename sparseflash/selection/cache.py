@@ -39,6 +39,17 @@ class SelectionCache(KVCache):
         return whole
 
 
+def check_cache(cache: object, training: bool) -> None:
+    """Raises unless it is a cache, and used for inference."""
+    if not isinstance(cache, SelectionCache):
+        raise TypeError(f"cache must be a SelectionCache, as layer.new_cache makes it; got {type(cache).__name__}.")
+    if training or torch.is_grad_enabled():
+        raise ValueError(
+            "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
+            "torch.inference_mode() or torch.no_grad()."
+        )
+
+
 def ended(tokens: int, span: int, step: int) -> int:
     """The blocks of keys `[step * j, step * j + span)` that are complete among the first `tokens` keys."""
     return max(0, (tokens - span) // step + 1)

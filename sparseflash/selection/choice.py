@@ -70,12 +70,12 @@ def by_operations(
     factors = factors.unflatten(1, (k.shape[1], -1)).unsqueeze(4)
     if weights is None:
         wide = products.relu().to(torch.promote_types(q.dtype, torch.float32))
-        return (wide * factors).sum(2)
+        return torch.sum(wide * factors, 2)
     scale, of, rows = weights
     number = torch.arange(k.shape[2], device=q.device)
     live = (number >= of.begins[rows, None]) & (number < of.stops[rows, None])
     logits = (products.to(factors.dtype) * scale).masked_fill(~live, -torch.inf)
-    return (logits - factors.masked_fill(factors == -torch.inf, 0.0)).exp().sum(2)
+    return torch.sum((logits - factors.masked_fill(factors == -torch.inf, 0.0)).exp(), 2)
 
 
 @torch.no_grad()

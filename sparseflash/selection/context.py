@@ -52,6 +52,20 @@ class Context:
         return joined
 
 
+def check_context(context: object, x: Tensor, cu_seqlens: Any, cache: object) -> None:
+    """Raises unless it is a context of a sequence of which x has this rank's tokens."""
+    if not isinstance(context, Context):
+        raise TypeError(f"context must be selection.Context; got {type(context).__name__}.")
+    if cu_seqlens is not None or cache is not None:
+        other = "cache" if cu_seqlens is None else "cu_seqlens"
+        raise ValueError(f"context must not be given with {other}; got both.")
+    if x.shape[1] != context.count:
+        raise ValueError(
+            f"x must have the {context.count} tokens of rank {context.rank} of {context.ranks}, as context.part(x) "
+            f"takes them; got {x.shape[1]}."
+        )
+
+
 class _Join(Function):
     @staticmethod
     @torch.compiler.disable(reason="collectives")  # type: ignore[untyped-decorator]

@@ -54,7 +54,7 @@ def packing_of(cu_seqlens: Any, block: int, tokens: int, device: torch.device) -
 
 
 class Frame(NamedTuple):
-    """Query i is at place `start + i` of the keys, of which there are `start + q_len`.
+    """Query i is at place `start + i` of the `start + q_len` keys.
 
     packing: of packed documents, which have no cache. context: of a sequence on several ranks; the keys are also those
     of the ranks before. lengths: int32 `[B]` on the device, if one token follows a cache: then keys and values are the

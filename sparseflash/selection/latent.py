@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class LatentProjections(nn.Module):
         super().__init__()
         check_at_least_one(**{f"latent.{name}": size for name, size in of._asdict().items()})
         self.of, self.num_heads = of, num_heads
-        made = {"bias": False, "device": device, "dtype": dtype}
+        made: Any = {"bias": False, "device": device, "dtype": dtype}
         self.q_down = nn.Linear(embed_dim, of.query_rank, **made)
         self.q_norm = nn.RMSNorm(of.query_rank, device=device, dtype=dtype)
         self.q_up = nn.Linear(of.query_rank, num_heads * (of.plain + of.rotated), **made)

@@ -13,8 +13,8 @@ from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, p
 from sparseflash.nn.rotary import Rotary, Rotation, rotate
 from sparseflash.remedies import refuse, without_others
 from sparseflash.selection.attending import How
-from sparseflash.selection.cache import SelectionCache
-from sparseflash.selection.context import Context
+from sparseflash.selection.cache import SelectionCache, check_cache
+from sparseflash.selection.context import Context, check_context
 from sparseflash.selection.frame import Frame, packing_of
 
 _CHOOSES = "it chooses its keys itself. Use nn.SparseSelfAttention with a mask"
@@ -125,7 +125,7 @@ class SelectionLayer(Heads):
         check_input(x, "x", plain_weight(self.out), "cu_seqlens")
         check_features(x, "x", self.embed_dim)
         if context is not None:
-            _check_context(context, x, cu_seqlens, cache)
+            check_context(context, x, cu_seqlens, cache)
         packing = None
         if cu_seqlens is not None:
             if cache is not None:
@@ -137,7 +137,7 @@ class SelectionLayer(Heads):
             packing = packing_of(cu_seqlens, self.aligned, x.shape[1], x.device)
             x = packing.spread(x)
         if cache is not None:
-            self._check_cache(cache)
+            check_cache(cache, self.training)
         if x.shape[1] == 0:
             mixed = x.new_zeros(x.shape[0], 0, self.out.in_features)
         else:
@@ -184,28 +184,6 @@ class SelectionLayer(Heads):
             cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
             raise
         return self.merged(mixed.to(q.dtype))
-
-    def _check_cache(self, cache: object) -> None:
-        if not isinstance(cache, SelectionCache):
-            raise TypeError(f"cache must be a SelectionCache, as layer.new_cache makes it; got {type(cache).__name__}.")
-        if self.training or torch.is_grad_enabled():
-            raise ValueError(
-                "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
-                "torch.inference_mode() or torch.no_grad()."
-            )
-
-
-def _check_context(context: object, x: Tensor, cu_seqlens: Any, cache: SelectionCache | None) -> None:
-    if not isinstance(context, Context):
-        raise TypeError(f"context must be selection.Context; got {type(context).__name__}.")
-    if cu_seqlens is not None or cache is not None:
-        other = "cache" if cu_seqlens is None else "cu_seqlens"
-        raise ValueError(f"context must not be given with {other}; got both.")
-    if x.shape[1] != context.count:
-        raise ValueError(
-            f"x must have the {context.count} tokens of rank {context.rank} of {context.ranks}, as context.part(x) "
-            f"takes them; got {x.shape[1]}."
-        )
 
 
 def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:

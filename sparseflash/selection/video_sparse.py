@@ -127,7 +127,8 @@ class VideoSparseAttention(Heads):
         if cubes.text:
             fine = torch.cat([fine_of(q[:, :, : cubes.text], cubes.beside), fine], 2)
         gates = self.gate(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [2, B, Hq, N, D]
-        return gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
+        out: Tensor = gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
+        return out
 
     @torch.no_grad()
     def choice(self, q_mean: Tensor, k_mean: Tensor, cubes: Cubes) -> BlockMask:

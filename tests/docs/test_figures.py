@@ -329,6 +329,8 @@ def test_docstrings_have_no_measured_numbers(tmp_path):
     path = tmp_path / "module.py"
     path.write_text('"""A module."""\n\n\ndef f():\n    """It takes 1.2 times\n    as long."""\n    return 30  # us\n')
     assert handwritten.in_docstrings(path) == ["module.py:5: 1.2 times as long"]
+    modules = [path for folder in ("sparseflash", "masks") for path in (store.ROOT / folder).rglob("*.py")]
+    assert [each for path in modules for each in handwritten.in_docstrings(path)] == []
 
 
 def test_the_figures_of_the_pages_are_those_of_the_store():

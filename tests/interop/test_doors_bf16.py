@@ -1,6 +1,6 @@
 """Every door of a neighbour in bf16, against its definition: dense in fp64 on the CPU, with all gradients.
 
-The allowed error is twice that of the definition in bf16, plus one unit in the last place.
+The allowed error is twice the definition's error in bf16, plus one unit in the last place.
 """
 
 import math

@@ -270,7 +270,7 @@ def test_a_function_of_scores_refuses_learned_tensors_that_it_finds_by_any_name(
 
 @pytest.mark.parametrize("made", [create_block_mask, theirs.create_block_mask])
 def test_what_a_mask_of_flexattention_reads_may_change(made):
-    """A converted mask follows it; a mask of this library is what its rule was when it was made."""
+    """A converted mask follows it; a mask of this library keeps its rule's values at the time when it was made."""
     document, start = DOCUMENTS.clone(), [0]
     layer = Decoder(causal, 2)
 
@@ -380,7 +380,7 @@ def test_queries_without_keys_are_as_in_flexattention():
         grads = torch.autograd.grad(out.sum() + lse[:, :, first:].sum(), (q, k, v))
         assert all(bool(x.isfinite().all()) for x in grads) and bool((grads[0][:, :, :first] == 0).all())
     far = flex_attention(Q, K, V, lambda s, b, h, q, k: torch.where(q > 4, s, -1e9), return_lse=True)
-    assert bool((far[0][:, :, :5] != 0).all())  # a finite number is no mask: such a query sees all keys alike
+    assert bool((far[0][:, :, :5] != 0).all())  # a finite number is no mask: the query sees all keys alike
 
 
 def test_other_names_are_those_of_pytorch():

@@ -124,7 +124,6 @@ _EXPERIMENTS = {
     "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
-    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
@@ -136,6 +135,7 @@ _EXPERIMENTS = {
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
+    "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
     "benchmarks/selection": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",

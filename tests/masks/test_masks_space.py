@@ -290,18 +290,31 @@ def test_a_window_in_the_order_of_tiles_has_far_fewer_live_tiles():
     "options", [{}, {"dilation": (1, 2, 2), "edges": "crop"}, {"causal": (True, False, False)}, {"order": None}],
     ids=["plain", "dilated", "causal", "row-major"],
 )  # fmt: skip
-def test_few_more_tiles_of_a_window_are_evaluated_than_are_distinct(options):
+def test_few_more_tiles_of_a_window_are_evaluated_on_an_axis_than_are_distinct(options):
     shape, evaluated = (10, 24, 48), []
     options = {"order": order.tiles(shape, (2, 8, 8)), **options}
-    live = ranges._live
+    inside = ranges._inside
 
     def counted(window, *arguments):
         evaluated.append(len(window))
-        return live(window, *arguments)
+        return inside(window, *arguments)
 
-    with mock.patch.object(ranges, "_live", counted):
+    with mock.patch.object(ranges, "_inside", counted):
         mask = masks.neighborhood(shape, window=(5, 9, 12), **options)
-    assert sum(evaluated) <= 3 * (len(mask.bits) + 1)
+    assert len(evaluated) == 3 and max(evaluated) <= 3 * (len(mask.bits) + 1)
+
+
+def test_windows_of_many_distinct_tiles_are_evaluated_axis_by_axis():
+    shape, evaluated = (16, 32, 32), []
+    inside = ranges._inside
+
+    def counted(window, *arguments):
+        evaluated.append(len(window))
+        return inside(window, *arguments)
+
+    with mock.patch.object(ranges, "_inside", counted):
+        mask = masks.neighborhood(shape, window=(9, 12, 12), order=order.hilbert(shape))
+    assert sum(evaluated) < 0.75 * len(mask.bits)  # of one axis each
 
 
 def test_tile_sizes_of_queries_and_keys_may_differ():

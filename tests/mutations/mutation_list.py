@@ -212,6 +212,27 @@ MUTATIONS = [
         "tests/blockmask/test_shared_masks.py::test_arrays_of_the_same_bytes_are_not_taken_for_the_same_mask",
     ),
     Mutation(
+        "largest scores: of equal ones, one too many",
+        "masks/fused/largest.py",
+        "earlier < wanted",
+        "earlier <= wanted",
+        "tests/selection/test_selection_choice.py::test_the_largest_of_a_row_are_those_of_a_sort",
+    ),
+    Mutation(
+        "best blocks: keys of a sequence before",
+        "masks/fused/tile_scores.py",
+        "live = live & (token >= begin[:, None]) & (token < stop[:, None])",
+        "live = live & (token < stop[:, None])",
+        "tests/masks/test_masks_select_blocks.py::test_no_query_chooses_blocks_of_another_sequence",
+    ),
+    Mutation(
+        "several ranks: gradients of later ranks are lost",
+        "sparseflash/selection/context.py",
+        "            total = total + received[first : first + context.count]\n",
+        "            pass\n",
+        "tests/selection/test_selection_context.py::test_a_latent_key_travels_as_one",
+    ),
+    Mutation(
         "varlen: running sums are read once, whatever is written",
         "sparseflash/blockmask/running_sums.py",
         " and found[1] == values._version:",

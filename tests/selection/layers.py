@@ -21,7 +21,7 @@ INDEXED = KINDS[2:]
 
 
 def filled(layer, seed):
-    """The layer in fp64, with random weights, of which norms stay near one."""
+    """The layer in fp64, with random weights; weights of norms stay near one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in layer.double().named_parameters():

@@ -87,3 +87,34 @@ def test_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind, sums):
             outs.append(layer(x, cu_seqlens=sums))
         assert start.called == (way == "kernels")
     torch.testing.assert_close(*outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.01])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_chooses_by_kernels_what_it_chooses_by_operations(dtype, scale):
+    rows, keys, k = 700, 5000, 2048
+    q, k_of, factors = (
+        torch.randint(-2, 3, shape, generator=generator(seed)).to(dtype).cuda()
+        for seed, shape in enumerate([(1, 8, rows, 128), (1, 1, keys, 128), (1, 8, rows)])
+    )
+    ends = torch.arange(rows, device="cuda", dtype=torch.int32)
+    of = Candidates(ends // 3, ends * 7)
+    if scale is not None:  # weights are summed in another order, so the scores are not the same to the bit
+        part = slice(100, 700)
+        want = by_operations(q[:, :, part].double(), k_of.double(), factors[:, :, part].double(), (scale, of, part))
+        got = summed(q, k_of, factors.float(), of, part, scale=scale)
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
+        return
+    found = []  # whole numbers, so every sum is exact
+    for _ in range(2):
+        found.append(
+            best_blocks(lambda part: summed(q, k_of, factors, of, part), of, blocks=keys, k=k, per_row=1 << 18)
+        )
+    with by("operations"):
+        wide = q.double(), k_of.double(), factors.double()
+        want = best_blocks(
+            lambda part: by_operations(wide[0][:, :, part], wide[1], wide[2][:, :, part]), of, blocks=keys, k=k,
+            per_row=1 << 18,
+        )  # fmt: skip
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], want)

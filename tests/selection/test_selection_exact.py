@@ -132,6 +132,17 @@ def test_every_token_of_a_long_generation_is_right(kind):
     torch.testing.assert_close(torch.cat(again, 1), torch.cat(outs[57:], 1), rtol=1e-6, atol=1e-7)
 
 
+def test_the_papers_large_blocks_of_moba_are_chosen_and_cached():
+    layer = example_of("MixtureOfBlocks", block=512, chosen=2).eval()
+    x = sequence(1600, 3)
+    with torch.no_grad():
+        out, live = chosen_by(layer, x)
+        assert torch.equal(live[0].sum(2)[0, [0, 511, 512, 1100, 1599]], torch.tensor([1, 512, 513, 589, 576]))
+        cache = layer.new_cache(1, 1600)
+        outs = [layer(part, cache=cache) for part in x.split([1023, 1, 1, 574, 1], 1)]
+    torch.testing.assert_close(torch.cat(outs, 1), out, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_future_changes_nothing_and_a_call_repeats_to_the_bit(kind):
     layer = example_of(kind).float()

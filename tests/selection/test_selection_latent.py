@@ -77,3 +77,12 @@ def test_a_gpu_trains_latent_attention_at_the_papers_sizes():
 
     found, again = run(), run()
     assert all(value.isfinite().all() and torch.equal(value, again[name]) for name, value in found.items())
+
+
+def test_kernels_compute_latent_attention_and_the_loss_over_chosen_tokens():
+    found = {}
+    for backend in ("reference", "triton"):  # interpreted
+        layer, x = latent_layer(teach="chosen", backend=backend).float(), sequence(20, 1).float().requires_grad_()
+        out = layer(x)
+        found[backend] = out, layer.loss, gradients(layer, x, out, layer.loss, sequence(20, 2).float())
+    torch.testing.assert_close(found["triton"], found["reference"], rtol=1e-4, atol=1e-5)

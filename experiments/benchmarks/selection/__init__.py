@@ -4,6 +4,4 @@
 - blocks     the cost of choosing blocks, beside peers that are given the blocks
 
 `shapes.py` has the sizes of the ideas, `ways.py` their calls, `dense.py` the peers.
-
-May import the `harness`, `timing` and `speed.peers` of benchmarks, `measurements` and what users of the library import.
 """

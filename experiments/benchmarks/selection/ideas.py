@@ -21,7 +21,7 @@ FLEX = "flex-given-the-choice"
 # What is measured first, if the time is short.
 STAGES = (("sparseflash", "sdpa"), ("fa4",), (FLEX,))
 WAYS = [name for stage in STAGES for name in stage]
-LONG = 32_768  # tokens from which a turn is one round: dense attention takes seconds
+LONG = 32_768  # tokens; from here on one round, because dense attention takes seconds
 
 
 def ideas(
@@ -120,9 +120,9 @@ def _ways(case: Case, name: str) -> Mapping[str, Way]:
 
 
 def crossings(measurements: Sequence[Measurement]) -> Iterator[tuple[str, int | None, str, str]]:
-    """The length from which each idea is faster than every dense attention: path, tokens, unit, and why there is none.
+    """For each idea the smallest length at which, as at all longer ones, it is faster than every dense attention.
 
-    Of the lengths where all were measured, it is the smallest of which all longer ones are faster, too.
+    Yields path, tokens, unit and the reason if no length qualifies, of the lengths at which all were measured.
     """
     found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for each in measurements:

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparseflash import selection
 
-WIDTH = 256  # features of a token. Projections to queries, keys and values are not timed, those of indexers are
+WIDTH = 256  # features of a token. Projections of indexers are timed, others are not
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ PUBLISHED = {
     # Zhang et al., 2025, section 2: cubes of 4 x 4 x 4, 32 chosen; the heads of Wan2.1-1.3B.
     "VSA": Shape(selection.VideoSparseAttention, 12, 12, 128),
 }
-LENGTHS = (8192, 65_536, 16_384, 32_768)  # the ends first: a run may be cut
+LENGTHS = (8192, 16_384, 32_768, 65_536)
 VIDEOS = {8192: (8, 32, 32), 16_384: (16, 32, 32), 32_768: (32, 32, 32), 65_536: (16, 64, 64), 128: (2, 8, 8)}
 
 _SMALL_INDEXER = {"index_dim": 16}

@@ -1,1 +1,1 @@
-"""Text: finding and splitting files, tokenising them, and packing tokens into sequences. May import only `training`."""
+"""Text: finding and splitting files, tokenising them, and packing tokens into sequences."""

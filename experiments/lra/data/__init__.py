@@ -1,5 +1,4 @@
 """From files to batches: examples on disk, their order, augmentation, fingerprints; generated ListOps.
 
-May import `training` and `tasks.task`. This file imports nothing, so that the generator's worker processes start
-without PyTorch.
+This file imports nothing, so that the generator's worker processes start without PyTorch.
 """

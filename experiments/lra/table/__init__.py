@@ -1,6 +1,4 @@
 """The paper's table: accuracy, and training speed beside standard attention, on five tasks.
 
-    python -m experiments.lra table --help
-
-May import the rest of `lra`, `training`, `measurements` and benchmarks.timing.
+`python -m experiments.lra table --help`
 """

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
 
 from experiments.lra.table.accuracy import Accuracy
 from experiments.lra.table.measure import OK, Row
 from experiments.measurements import Measurement, Run
 from experiments.training.environment import FACTS
+from experiments.training.reading import read_json
 
 _NOT_VERSIONS = {"run", "device", "driver", "date", "commit", "command", "steps", "note"}
 
@@ -22,6 +25,16 @@ def run_of(facts: Mapping[str, str]) -> Run:
         known["device"], known["driver"], versions, known["commit"], known["date"], known["command"], None,
         tuple(helped),
     )  # fmt: skip
+
+
+def run_of_runs(folder: Path, commit: str) -> Run:
+    """The run that the first finished run below a folder describes. Raises FileNotFoundError if there is none."""
+    for path in sorted(folder.rglob("metrics.json")):
+        metrics = read_json(path, "the result of a run", "device", "versions")
+        day = datetime.fromtimestamp(path.stat().st_mtime, tz=timezone.utc).strftime("%Y-%m-%d")
+        command = "python -m experiments.lra arena; each row has its settings"
+        return Run(metrics["device"], "unknown", metrics["versions"], commit, day, command, None)
+    raise FileNotFoundError(f"there is no finished run below {folder}")
 
 
 def of_times(rows: Sequence[Row]) -> list[Measurement]:
@@ -51,7 +64,19 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
     for each in accuracies:
         run = each.folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
         name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
-        settings = {"seeds": each.seeds, "steps": each.steps, "minutes": each.training_seconds / 60}
+        settings = {
+            "seeds": each.seeds,
+            "runs": [100 * accuracy for accuracy in each.values],
+            "validation": None if each.validation is None else 100 * each.validation,
+            "steps": each.steps,
+            "minutes": each.training_seconds / 60,
+            "parameters": each.parameters,
+            "positions": each.positions,
+            "helps": each.helps,
+            "learned_before": each.initial,
+            "best_rule": each.best_rule,
+            "best_rule_accuracy": 100 * each.best_rule_accuracy,
+        }
         value = 100 * each.mean
         if each.std is None or not math.isfinite(each.std) or not value:
             found.append(Measurement(name, value, None, "%", settings))

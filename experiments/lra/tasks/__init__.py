@@ -1,7 +1,4 @@
-"""The tasks: one module each, which finds and reads a task's files.
-
-May import `lra.data`, `training`, the names of `lra.model.positions`, and the images of `pathfinder`.
-"""
+"""The tasks: one module each, which finds and reads a task's files."""
 
 from __future__ import annotations
 

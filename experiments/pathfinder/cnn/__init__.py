@@ -2,6 +2,5 @@
 
     python -m experiments.pathfinder cnn --size 32 --contour 14
 
-It is trained separately for each kind of images, like the rules of shortcuts.py. May import `training` and the images
-of `pathfinder`. Other folders import only the stored results (cnn.results).
+It is trained separately for each kind of images, like the rules of shortcuts.py.
 """

@@ -83,7 +83,7 @@ def images_of(batch: Batch) -> Tensor:
     """int16 [I, 1, S, S], black where no token lies."""
     images, most = batch.blocks.shape
     pixels = batch.side**2
-    owner = places_in_groups(batch.blocks, batch.ids.numel() // batch.block) // most  # [M]; `images` if there is none
+    owner = places_in_groups(batch.blocks, batch.ids.numel() // batch.block) // most  # [M]; `images` for no image
     owner = owner.repeat_interleave(batch.block).view_as(batch.ids)
     place = owner * pixels + batch.y.long() * batch.side + batch.x
     is_pixel = (batch.ids >= 0) & (batch.ids < LEVELS) & (owner < images)

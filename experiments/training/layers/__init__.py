@@ -1,1 +1,1 @@
-"""Transformer layers shared by the models of all trainers. May import only the library."""
+"""Transformer layers shared by the models of all trainers."""

@@ -81,7 +81,7 @@ def choices(
     """The kernels that a GPU of this capability would run for a forward and a backward.
 
     The third value is a note on the installed Triton, or None. Raises ValueError if the problem requests kernels that
-    cannot serve a pass; a backward that is not needed is not checked.
+    cannot serve a pass that is needed.
     """
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)

@@ -1,4 +1,4 @@
-"""The generations of GPUs: everything that depends on a compute capability. No other module compares one."""
+"""Everything that depends on a compute capability. No other module compares one."""
 
 from __future__ import annotations
 

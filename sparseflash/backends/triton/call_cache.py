@@ -1,9 +1,9 @@
 """Caches prepared calls, so that a repeated call skips checks and planning.
 
-A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. The
-outcome depends only on the layout of the tensors, the mask and a few numbers. So a prepared call is cached on its mask,
-with these as the key, and the next call with the same key only allocates and launches. With score modifications, their
-types and numbers, and the layout, dtype and device of their tensors are part of the key.
+A call on a short sequence spends most of its time on the host, in checks and in finding plan and kernels, which depend
+only on the layout of the tensors, the mask and a few numbers. So a prepared call is cached on its mask with these as
+the key, with score modifications also their types, numbers, and their tensors' layout, dtype and device. The next call
+only allocates and launches.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def place_of(
 ) -> Place | None:
     """Where a call is or will be cached; None unless it is a plain call in half precision, without autocast.
 
-    fp32 is excluded because its arithmetic depends on a PyTorch setting, and dynamic masks because they are new at
-    every step. The result is also None for invalid arguments, which the checks then report.
+    Not for fp32, whose arithmetic depends on a PyTorch setting, dynamic masks, which are new at every step, and invalid
+    arguments, which the checks then report.
     """
     if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call()):
         return None
@@ -83,7 +83,6 @@ class Run:
         self._wanted = [x.requires_grad for x in tensors] if tensors else []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `direct.Differentiable`."""
         run: Any = self._call.forward
         lengths = None if self._mask is None else self._mask.lengths
         if self._changes is None:
@@ -96,7 +95,6 @@ class Run:
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """See `direct.Differentiable`."""
         lengths = None if self._mask is None else self._mask.lengths
         if self._changes is None:
             return self._call.backward(dout, dlse, saved, lengths, None)
@@ -107,7 +105,6 @@ class Run:
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """See `direct.Differentiable`."""
         from sparseflash.backends.triton import api
 
         batch = saved.q.shape[0]
@@ -123,8 +120,7 @@ def repeated(
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
     """`(out, lse)` of a call that has been prepared; None for others.
 
-    Score modifications that `Scores.prepared` replaces, such as tables by distance, are not found: it makes the
-    replacements at every call.
+    Score modifications that `Scores.prepared` replaces, such as tables by distance, are not found.
     """
     calls, key = place
     if scores is None:
@@ -167,8 +163,7 @@ def first(
 
 def _key_with(key: Any, changes: Scores, tensors: Sequence[Tensor]) -> Any:
     """The key of a call with score modifications. Calls that request certain kernels also check whether these compute
-    the gradients, before the forward.
-    """
+    the gradients."""
     kernels = key[-1]  # the last entry of the key that `place_of` makes
     insisted = [x.requires_grad for x in tensors] if kernels and torch.is_grad_enabled() else ()
     return key, *changes.key(), *insisted

@@ -1,6 +1,6 @@
 """Compiles kernels in parallel before they are needed, which takes half the time of compiling them one by one.
 
-Most of a compilation runs in LLVM and the assembler, which release the GIL.
+Most of a compilation runs without the GIL, in LLVM and the assembler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tile sizes by (architecture, head dim, dtype).
 
-The sizes were found by measurement. There is no autotuning at run time: the first call compiles one configuration of
-each kernel, and results do not depend on timings. `portable/fitting.py` cuts tiles down to the blocks of a mask.
+Found by measurement. Nothing is tuned at run time: the first call compiles one configuration of each kernel, and
+results do not depend on timings. `portable/fitting.py` cuts tiles down to the blocks of a mask.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     # Maximum number of registers per thread, or 0 for no limit. One more resident program per SM can be worth some
-    # spills outside the loops. Three programs of four warps fit with 168 registers, four with 128.
+    # spills outside the loops: three programs of four warps fit with 168 registers, four with 128.
     registers: int = 0
-    # The forward keeps the queries in registers rather than in shared memory, which saves space and reads there.
+    # The forward keeps the queries in registers, which saves space and reads in shared memory.
     q_in_registers: bool = False
 
     def __str__(self) -> str:

@@ -1,17 +1,16 @@
 """Launches a compiled Triton kernel through the CUDA driver, without Triton's launcher.
 
-Triton's launcher converts all arguments and makes the TMA descriptors in Python at every call. That takes longer than
-all other host work of a short call. Here the parameters of a launch are kept in a buffer. A call writes only the
-parameters that differ between calls, and the driver replaces the addresses in the descriptors: in C (`native.c`), or in
-Python where that cannot be compiled.
+Triton's launcher converts all arguments and makes the TMA descriptors in Python at every call, longer than all other
+host work of a short call. Here the parameters of a launch are kept in a buffer; a call writes only those that differ,
+and the driver replaces the addresses in the descriptors: in C (`native.c`), or in Python where that cannot be compiled.
 
-Triton does not document the parameters of a compiled kernel. They are derived from the kernel's signature, only for
-known versions of Triton, and compared with the declaration in the PTX. If they differ, Triton launches the kernel.
+Triton does not document the parameters of a compiled kernel. They are derived from its signature, only for known
+versions, and compared with the declaration in the PTX. If they differ, Triton launches the kernel.
 
-Triton 3.6 to 3.9 pass the same parameters: the arguments, each descriptor followed by its sizes and strides, then two
-addresses of scratch memory. From 3.7 on, one C launcher serves all kernels. From 3.8 on, a launch attribute allows more
-than 228 KB of shared memory; our kernels use less. Every version makes all descriptors in Python at every launch.
-Instrumented kernels have more parameters or use scratch memory, so Triton launches them.
+Triton 3.6 to 3.9 pass the arguments, each descriptor followed by its sizes and strides, then two addresses of scratch
+memory. From 3.7 on, one C launcher serves all kernels; from 3.8 on, a launch attribute allows more than 228 KB of
+shared memory, which our kernels do not need. Triton launches instrumented kernels, which have more parameters or use
+scratch memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chooses the kernels of a pass: the family that the caller requests, or the first one that can serve the pass and is
 not slower there.
 
-A family is a folder of kernels with a forward pass and a backward pass. Three functions of a family return reasons
-against it: it cannot serve a request, another family is faster, it must not run under the installed Triton. To add a
-family, write its folder and list it in `FAMILIES`.
+A family is a folder of kernels with a forward and a backward pass. Three of its functions return reasons against it: it
+cannot serve a request, another is faster, it must not run under the installed Triton. A new family is a folder and a
+line of `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Decision(NamedTuple):
     refusals: dict[str, str]
 
     def serving(self) -> Family:
-        """The family; raises ValueError if there is none."""
+        """Raises ValueError without a family."""
         if self.family is None:
             ((wanted, reason),) = self.refusals.items()
             raise ValueError(f"the {wanted} kernels cannot serve this call: {reason}.")

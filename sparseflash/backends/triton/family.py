@@ -69,7 +69,6 @@ class Request(NamedTuple):
 
     @property
     def architecture(self) -> Architecture:
-        """Everything that depends on the capability."""
         return architecture_of(self.capability)
 
     @classmethod
@@ -90,7 +89,6 @@ class Request(NamedTuple):
 
 
 def _described(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """The fields of a request about its score modifications: kinds, learned kinds, `logarithmic`."""
     if changes is None:
         return (), (), False
     decay = changes.find("distance")
@@ -99,13 +97,11 @@ def _described(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[st
 
 
 def _table(changes: Scores | None, group: int) -> tuple[int, bool]:
-    """The fields of a request about its relative position table: `entries` and `in_runs`."""
     table = None if changes is None else changes.find("relative")
     return (0, True) if table is None else (group * table.table.shape[1], table.until.numel() > 0)
 
 
 def _pair_bias(changes: Scores | None, q: Tensor, tokens: tuple[int, int]) -> PairBias | None:
-    """The field `pairs` of a request."""
     if changes is None:
         return None
     if (bias := changes.find("bias")) is not None:
@@ -186,8 +182,8 @@ class Family(NamedTuple):
     # Imports and returns the functions that prepare a forward and a backward.
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]
     refuses: Callable[[Request], str | None] = _none  # why it cannot serve a request
-    # Why another family should run. For a forward this must not depend on the number of sequences and heads: a row must
-    # have the same bits in every batch.
+    # Why another family should run. For a forward this must not depend on the number of sequences and heads, as a row
+    # must have the same bits in every batch.
     yields: Callable[[Request], str | None] = _none
     # Why the kernels must not run under the installed Triton. Called only for a request that they would serve.
     untested: Callable[[Request], str | None] = _none

@@ -1,11 +1,11 @@
 """Decides whether the Hopper kernels may run under a version of Triton that they were not measured with.
 
-Gluon's interface and the compiler's choices change from version to version. Under the versions of `versions.py` the
-kernels run without a check. Under any other version, each kind of kernel is checked once before its first use:
-`kernel_check.py` compiles it, reads the report of ptxas, and compares its results with the reference in fp64. A
-miscompiled kernel may hang, or leave its process with a broken CUDA context, so the check runs in another process. It
-takes some 20 seconds. The calling process does not use the GPU meanwhile, so it may even be recording a CUDA graph. The
-verdict is stored in Triton's cache folder, in one file per kind of kernel, version, device and digest of our sources.
+Gluon's interface and the compiler's choices change from version to version. Under any version but those of
+`versions.py`, each kind of kernel is checked once before its first use: `kernel_check.py` compiles it, reads the report
+of ptxas, and compares results with the reference in fp64. A miscompiled kernel may hang, or break its CUDA context, so
+the check runs in another process, some 20 seconds. The calling process does not use the GPU meanwhile, so it may even
+be recording a CUDA graph. The verdict is stored in Triton's cache folder, one file per kind of kernel, version, device
+and digest of our sources.
 """
 
 from __future__ import annotations
@@ -170,7 +170,6 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 @bounded(maxsize=1)
 def _sources() -> str:
-    """The digest of the kernels' sources."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
@@ -178,7 +177,6 @@ def _sources() -> str:
 
 
 def _file_of(facts: dict[str, Any]) -> Path:
-    """The file that keeps a verdict, in Triton's cache."""
     try:
         from triton import knobs
 

@@ -3,7 +3,7 @@
     python -m sparseflash.backends.triton.kernel_check KIND DEVICE
 
 `gate.py` runs this with a `Kind` as JSON, and reads the last line of the output: the fault found, or "", and whether
-the result is certain. Like a user of the library, this module may import `attention`, `scores` and `testing`.
+the result is certain.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
-# Spilled bytes per thread. Where dispatch chooses them, the measured kernels spill up to 136: addresses, and sums
-# between steps. A tile of scores takes 64 registers of 4 bytes, so a kernel that spills 256 bytes spills a whole tile
-# in its loop. The backward with a soft cap at D=64 spills 296 under Triton 3.6 and 3.7, and is slower than the portable
-# kernel.
+# Spilled bytes per thread. Where dispatch chooses them, the measured kernels spill up to 136. A tile of scores takes
+# 64 registers of 4 bytes, so a kernel that spills 256 bytes spills a whole tile in its loop. The backward with a soft
+# cap at D=64 spills 296 under Triton 3.6 and 3.7, and is slower than the portable kernel.
 MOST_SPILLED = 256
 _LENGTH = 1000  # tokens: full, partial and dead tiles, and a ragged end
-# With this many tokens, a row that sees all keys is split into chunks if the other rows are short, as is a column in
-# the backward. The kernels then store partial sums for another kernel to merge, which compiles to different code.
+# With this many tokens, a row or column that is far longer than the others is split, and another kernel merges
+# partial sums, which compiles to different code.
 _CUT_LENGTH = 6400
 
 
@@ -200,9 +199,7 @@ def main(kind: str, device: str) -> None:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether the GPU or the host ran out of memory, perhaps because of other programs. Each library raises its own
-    error for that.
-    """
+    """Whether the GPU or the host ran out of memory, by the errors of each library."""
     said = str(error).lower()
     return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
         words in said for words in ("out of memory", "alloc_failed")

@@ -1,8 +1,8 @@
 """Launches Triton kernels: takes arguments by name, compiles each specialisation once, and launches at little cost.
 
 A `Variant` is one specialisation of a kernel: constants, dtypes, which pointers are None, which addresses and strides
-are multiples of 16. A `Launch` is a variant with all arguments that are the same for tensors of one layout. A
-`BoundLaunch` adds the grid and the work lists of one plan. A `LaunchSequence` starts several of them by one call.
+are multiples of 16. A `Launch` adds all arguments that are the same for tensors of one layout, a `BoundLaunch` the grid
+and work lists of one plan. A `LaunchSequence` starts several by one call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The kernel's name."""
         return str(self.function.__name__)
 
     def is_new(self) -> bool:
@@ -121,10 +120,9 @@ class Variant:
     def compiled(self, arguments: Sequence[Any]) -> Any:
         """The kernel that Triton compiles for these arguments on the current device, without loading it.
 
-        If the kernel needs more shared memory than the GPU has, it is compiled with fewer pipeline stages. The tables
-        choose stages for the tiles of q, k and v. Score modifications may load more: a pair bias loads a number for
-        each score, and a user's function may read any number of tensors. The compiler decides which of these loads are
-        staged in shared memory. Stages do not change the order of sums, so the results have the same bits.
+        A kernel that needs more shared memory than the GPU has is compiled with fewer pipeline stages: the tables
+        choose stages for the tiles of q, k and v, but score modifications may load more, and the compiler decides what
+        it stages. Stages do not change the order of sums, so the bits are the same.
         """
         options = dict(self.options)
         while True:
@@ -171,9 +169,8 @@ class Launch:
     def of_all_arguments(cls, function: Any, device: torch.device, *, num_warps: int, num_stages: int) -> Launch:
         """The launch of a kernel whose arguments are all passed at each call, including its compile-time constants.
 
-        The first call decides which specialisation is compiled. So one launch may serve only calls that Triton
-        specialises on in the same way: equal constants, dtypes and Nones, alignment, and so on. Callers cache one
-        launch for each, with these as the key.
+        The first call decides which specialisation is compiled. So one launch may serve only calls with equal
+        constants, dtypes, Nones, alignment, and so on. Callers cache one launch for each.
         """
         variant = Variant(function, {}, device, num_warps=num_warps, num_stages=num_stages)
         return cls(variant, {}, dict.fromkeys(variant.names), {})
@@ -201,7 +198,6 @@ class Launch:
             _after_refusal((self.variant,), failed, lambda _: kernel.start(programs, given, stream))
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
-        """All arguments in the kernel's order."""
         arguments = self._arguments.copy()
         for (slot, describe), x in zip(self._slots, given, strict=True):
             arguments[slot] = x if describe is None else describe(x)

@@ -1,8 +1,7 @@
 """Compiles and loads `native.c`, which starts all kernels of a pass by one call.
 
-The compiler is the one that Triton needs for a module of its own, and the result lies in Triton's cache, under a digest
-of the source. Where it cannot be compiled or loaded, `python_start.py` does the same, more slowly; `served_by` says
-which one runs.
+Compiled as Triton compiles a module of its own, into Triton's cache, under a digest of the source. Where that fails,
+`python_start.py` does the same, more slowly; `served_by` says which one runs.
 """
 
 from __future__ import annotations

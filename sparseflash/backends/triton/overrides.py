@@ -56,8 +56,8 @@ def override(**choices: Any) -> Iterator[None]:
     >>> overrides() == Overrides()
     True
 
-    The keys of the library's caches do not include the overrides, so the caches are emptied on entry and exit. Passes
-    and launches prepared inside stay usable afterwards. Raises ValueError for an unknown field.
+    The caches' keys do not include the overrides, so they are emptied on entry and exit. Passes and launches prepared
+    inside stay usable. Raises ValueError for an unknown field.
     """
     global _current
     if unknown := choices.keys() - set(Overrides._fields):

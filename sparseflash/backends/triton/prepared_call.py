@@ -36,8 +36,7 @@ _dense_calls = BoundedDict(_MOST)
 class PreparedCall:
     """The kernels of both passes for one mask, layout of tensors and set of numbers.
 
-    It is cached on the mask's indices, so it must not hold the mask. It does not hold tensors of a call either, those
-    of score modifications included, only their layout.
+    Cached on the mask's indices, so it must hold neither the mask nor tensors of a call, only their layout.
     """
 
     def __init__(self, setting: Setting, key: tuple[Any, ...], problem: Problem, changes: Scores | None = None) -> None:
@@ -88,7 +87,7 @@ class PreparedCall:
     def prepare_forward(self, q: Tensor, k: Tensor, v: Tensor, changes: Scores | None = None) -> ForwardPass:
         """The forward, `self.forward` from now on, for tensors of this layout.
 
-        Its kernels are compiled beside those of the backward, if one will follow.
+        Its kernels are compiled beside the backward's, if one will follow.
         """
         if self.forward is not None:
             return self.forward
@@ -98,8 +97,8 @@ class PreparedCall:
         key = q.device, family.name, self._key
         made = forward(self.setting, key, q, k, v, self.scale, self.dropped, **more)
         launches = made.launches()
-        # Inside of an autograd.Function grad mode is off, so requires_grad of q, k and v shows whether a backward will
-        # follow: `as_recorded` detaches them if no graph is recorded.
+        # Inside of an autograd.Function grad mode is off, so requires_grad shows whether a backward will follow: see
+        # `as_recorded`.
         follows = q.requires_grad or k.requires_grad or v.requires_grad
         is_recorded = follows or torch.is_grad_enabled()
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
@@ -164,7 +163,7 @@ class PreparedCall:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores, wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-        """The gradients of q, k and v, and a list of those of the tensors of the score modifications."""
+        """The gradients of q, k and v, and a list of the gradients of the score modifications' tensors."""
         dout, dlse, saved = as_kernels_read(dout, dlse, saved)
         run: Any = self.backward_pass(*saved[:4], dout, dlse=dlse is not None, changes=changes, wanted=wanted)
         gradients, learned = run.with_learned(dout, dlse, saved, lengths, dropout, changes)

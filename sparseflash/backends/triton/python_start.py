@@ -25,11 +25,10 @@ class Kernel:
         self, function: int, launch: int, replace: int, resident: bool, programs: int, threads: int, shared: int,
         contents: bytes, parameters: tuple[int, ...], values: tuple[Value, ...], names: tuple[str, ...],
     ) -> None:  # fmt: skip
-        """function, launch, replace: addresses; `launch` and `replace` of functions of the driver. resident: whether
-        `launch` is cuLaunchCooperativeKernel. contents: descriptors, then eight bytes for each other parameter.
-        parameters: the offset of each parameter in the contents. values: in the order of slots, those that are no
-        descriptors eight bytes apart. names: of the slots.
-        """
+        """function, launch, replace: addresses; the last two of functions of the driver. resident: whether `launch` is
+        cuLaunchCooperativeKernel. contents: descriptors, then eight bytes for each other parameter. parameters:
+        their offsets. values: in the order of slots, those that are no descriptors eight bytes apart. names: of the
+        slots."""
         self._made = function, launch, replace, resident
         self.programs, self._block = programs, (threads, 1, 1, shared)
         self._parameters, self._values, self._names = parameters, values, names

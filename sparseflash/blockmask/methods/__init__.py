@@ -9,8 +9,6 @@
 
 Each function has its method's documentation and calls the module of `blockmask`, `blockmask.ops` or `draw` that
 implements it. Modules that import `BlockMask` themselves are imported when the method is called.
-
-They may import `blockmask`, `draw` and, of the patterns, `block_index`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,4 @@
 
 They are the operators and methods of `BlockMask`, one a module. They share `tilelist`: the tiles of all patterns as one
 list, so that bits are computed once per distinct tile.
-
-They may import `blockmask`.
 """

@@ -132,7 +132,7 @@ def draw_once(draw, driver, module):
             driver.seen.clear()
         assert found[0] == found[1], (made, given, found)
         driver.status = 0
-        # Whatever comes: an error, or a start with what was read.
+        # Either an error, or a start with the values that were read.
         tried(here.start, programs, spoiled(draw, given), 1234)
         tried(here.start, *spoiled(draw, (programs, tuple(given), 1234)))
         tried(here.bound, *spoiled(draw, (programs, tuple(given[:bound]))))

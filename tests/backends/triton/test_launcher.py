@@ -61,7 +61,7 @@ class Kernel:
 
 
 class Started:
-    """Stands in for what starts kernels: a `Kernel` of `native.c`, and `start`."""
+    """Stands in for a `Kernel` of `native.c` and for `start`."""
 
     def __init__(self, function, metadata, parameters, arguments, given):
         assert metadata is function.metadata

@@ -1,1 +1,1 @@
-"""ListOps: grammar, data generator, and token ids of the model. May import only `training`, never PyTorch."""
+"""ListOps: grammar, data generator, and token ids of the model. Without PyTorch."""

@@ -53,7 +53,7 @@ def apply(
         at.first_q, at.first_k, at.q_len, at.k_len, TILE_M, TILE_N, CHANGES.kinds[NUMBER].IS_LOG, TRANSPOSED
     )  # fmt: skip
     # An explicit fma: the compiler could fuse either of two products with the subtraction, so the forward and the
-    # backward could round a steep decay differently. In fp32, weights of 1 were off by 2^-15.
+    # backward could round a steep decay differently.
     return tl.fma(-slope, apart, scores), ()
 
 
@@ -64,9 +64,8 @@ def distances(
 ):  # fmt: skip
     """The distance of query and key, or log(1 + distance). The last query is aligned with the last key.
 
-    Positions are taken relative to a token of the tile while they are integers, because fp32 cannot represent all
-    positions above 2^24. Then one fp32 subtraction per score is exact up to the rounding of the distance itself. The
-    reference token is the first of the tile that a program holds, which is never gathered.
+    Positions are relative to a token of the tile while they are integers, because fp32 cannot hold all positions above
+    2^24. The reference token is the first of the tile that a program holds, which is never gathered.
     """
     q, k = token_numbers(first_q, TILE_M) + (k_len - q_len), token_numbers(first_k, TILE_N)
     start = first_k if TRANSPOSED else first_q + (k_len - q_len)

@@ -245,7 +245,7 @@ class HopperChanged:
             self.numbers |= dict(zip(WHOLE_NUMBERS, [number for each in self.applied for number in each.whole]))
 
     def tensors(self, changes: Scores) -> dict[str, Any]:
-        """The tensors of a call, by the names of arguments: the kernel's, and those of the kernel that merges rows."""
+        """The tensors of a call, by the names of arguments: of the kernel, and of the kernel that merges rows."""
         found = [each.tensors(change) for each, change in zip(self.all, changes.changes)]
         return self._arguments(found) | self._merged(found)
 

@@ -1,9 +1,9 @@
 """The interface between the kernels and a score modification: its device functions and their arguments.
 
 Kernels take all score modifications of a call as one compile-time object, `Changes`, and do not depend on their kinds.
-Each kind has a file in this folder with the device functions. The first two arguments of every device function are
-compile-time constants: `CHANGES`, and `NUMBER`, the index of this modification. A function reads its constants as
-`CHANGES.kinds[NUMBER].FACT`. The other arguments:
+Each kind has a file in this folder with its device functions, whose first two arguments are compile-time constants:
+`CHANGES`, and `NUMBER`, the index of this modification; its constants are `CHANGES.kinds[NUMBER].FACT`. The other
+arguments:
 
 - `begin(args)`: called once in each program. The other functions find its result as `args.begun`.
 - `load(args, at, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, MASKED, TRANSPOSED)`: called before the matrix product of a tile.
@@ -142,9 +142,8 @@ class Functions:
 class Changes:
     """All score modifications of a kernel, in the order in which they are applied.
 
-    Triton's cache on disk identifies a compile-time argument by its `cache_key`, or by its `str` if it has none. The
-    `str` of a device function is only its name. So with a plain tuple of functions, an edited function would still run
-    the machine code of its old version.
+    Triton's cache on disk identifies a compile-time argument by its `cache_key`, or by its `str`, which of a device
+    function is only its name: with a plain tuple, an edited function would still run its old machine code.
     """
 
     def __init__(self, kinds: Sequence[Functions]) -> None:

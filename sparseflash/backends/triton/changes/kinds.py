@@ -48,7 +48,7 @@ class Changed:
         self.applied = [kind for kind in self.all if kind.applied]
         self.has_sink = len(self.applied) < len(self.all)
         # In full fp32 the kernels keep the maximum of unscaled scores, unless scores are modified. A sink is compared
-        # with the maximum of scaled scores, so with a sink alone scores count as modified.
+        # with the maximum of scaled scores, so it counts as a modification there.
         self.are_changed = bool(self.applied) or request.dtype == torch.float32
         self.kinds = changes.kinds if self.are_changed else ()
         examples = [

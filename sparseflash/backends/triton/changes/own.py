@@ -1,8 +1,8 @@
 """A user's score modification, `scores.function`, compiled to Triton functions.
 
-Up to four functions are generated: `changed` computes the new scores, their derivative and the inputs of the gradients.
-`sums_of_queries` and `sums_of_keys` add up gradients of tensors indexed by queries or by keys. `stores` writes the
-gradients of tensors indexed by pairs, and of tables.
+Up to four functions are generated: `changed` computes the new scores, their derivative and the inputs of the gradients;
+`sums_of_queries` and `sums_of_keys` add up gradients of tensors indexed by queries or keys; `stores` writes those of
+pairs and tables.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ class Made:
 
     @staticmethod
     def tensors(change: Function, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors that are passed to the kernels."""
         if change.kernel is not None:
             return tuple(x.contiguous() for x in change.given)
         return change.recorded(device)[0].tensors
@@ -210,7 +209,6 @@ class OwnKind(Kind):
     def gradients(
         self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The gradient of each tensor, summed over its reads."""
         sums = {
             "queries": call.sums_by_query, "keys": call.sums_by_key, "pairs": lambda x: x,
             "table": call.sums_by_batch_and_head,

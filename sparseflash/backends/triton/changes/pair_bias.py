@@ -73,7 +73,7 @@ def pointers_of_pairs(
     """Pointers to a tile of a tensor [B, Hq, Nq, Nk] with the given strides.
 
     The start is a 64-bit scalar and the offsets fit in 32 bits, unless tokens are gathered or `strides_of_pairs` added
-    a fifth number. 64-bit offsets for all scores would need more registers than a thread has.
+    a fifth number: 64-bit offsets for all scores would need more registers than a thread has.
     """
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     if len(strides) > 4:

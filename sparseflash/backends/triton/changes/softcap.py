@@ -45,7 +45,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
     """`(tanh(x), its derivative)`, each to within a few ulps.
 
     With HARDWARE_TANH the relative error is 2^-11, no more than a rounding to half precision. Without it, the
-    derivative is computed from 1 - |tanh|: where tanh is near 1, 1 - tanh^2 would lose most of its digits.
+    derivative follows from 1 - |tanh|: near 1, 1 - tanh^2 would lose most digits.
     """
     if HARDWARE_TANH:
         ratio = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)

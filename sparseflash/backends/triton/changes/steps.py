@@ -47,7 +47,7 @@ def loaded(
     operation. If that is the load, all scores are converted to its layout and back, and a row is reduced across a warp.
     Where rows of a 16-bit bias do not begin at multiples of 16 elements, that takes 40 to 110 times the shuffles and
     spills 550 to 1,550 bytes (forward, D = 32 to 128, Triton 3.6 and 3.9). A key bias is loaded in `apply` instead:
-    here it would take 6 % longer (forward, D = 128, H200).
+    here it would take longer (experiments/results/tried/scores.csv).
     """
     found = ()
     for i in tl.static_range(len(CHANGES.kinds)):

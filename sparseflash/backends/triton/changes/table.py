@@ -1,7 +1,7 @@
 """A relative position table, with entries added to scores: the entries of a tile of scores, and their gradients.
 
-Every score has a code, from the relative position of query and key. Every code has a bucket, and the table has an entry
-for each bucket and head. The host expands the table to an entry for each code, and the kernels read these.
+Every score has a code, from the relative position of query and key; every code a bucket; every bucket and head an entry
+of the table. The host expands the table to an entry for each code.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 def begin_runs(CHANGES: tl.constexpr, NUMBER: tl.constexpr, args):
     """`(last code with the bucket of the first code, first code with the bucket of the last code)`.
 
-    Far from the diagonal, all scores have one of these two buckets. With these limits, a tile there needs no loads to
-    find its bucket.
+    Far from the diagonal all scores have one of these two buckets, so a tile there needs no loads to find it.
     """
     until_ptr = args.tensors[1]
     return tl.load(until_ptr), tl.load(until_ptr + args.whole[0])
@@ -67,7 +66,7 @@ def gradient_runs(
 ):  # fmt: skip
     """Adds the gradients of a tile to this program's copy of the table, or to the sums if the tile has one bucket.
 
-    The sums are added to the copy when the bucket changes. So most tiles need no sum over queries, which would
+    The sums are added to the copy when the bucket changes, so most tiles need no sum over queries, which would
     synchronise the warps.
     """
     TILE_M: tl.constexpr = ds.shape[0]
@@ -150,8 +149,8 @@ def codes_of_tokens(args, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSP
 def entries_at(table_ptr, at, COMPILED: tl.constexpr):
     """`table[at]`, with one index per score.
 
-    This is inline assembly because Triton converts operands of `tl.load` to a layout for coalesced access. It would
-    pass all scores through shared memory, even in tiles that load nothing.
+    Inline assembly, because Triton would convert the operands of `tl.load` to a layout for coalesced access, through
+    shared memory even in tiles that load nothing.
     """
     DTYPE: tl.constexpr = table_ptr.dtype.element_ty
     if COMPILED:

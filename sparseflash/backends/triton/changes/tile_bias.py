@@ -139,9 +139,8 @@ def summed_copies(copies: Tensor) -> Tensor:
 
 
 def numbers_of_tiles(tiles: StoredTiles) -> tuple[int, ...]:
-    """The integers for `number_of_tile` and `load`: strides of batch and head of the values, in tiles; strides of the
-    patterns; the number of block rows; the words per block row in `tile_numbers`. Shared dimensions have stride 0.
-    """
+    """The integers for `number_of_tile` and `load`: strides of batch and head of the values, in tiles, and of the
+    patterns; the number of block rows; the words per block row in `tile_numbers`. Shared dimensions have stride 0."""
     (batch, heads, count), (pattern_batch, pattern_heads) = tiles.values.shape[:3], tiles.pattern.shape
     rows, words = tiles.tile_numbers.shape[1:3]
     return (

@@ -1,9 +1,9 @@
 """Split-K decoding: one program sums over a share of the keys for a group of query heads; a second kernel combines the
 shares.
 
-The query heads that share a key head are rows of one tile, so the keys are read once for all of them, and tensor cores
-multiply full tiles. The kernels read the lengths from device memory: there is no plan, and the grid depends only on the
-capacity of the cache. So a CUDA graph can be replayed while the cache grows.
+The query heads that share a key head are rows of one tile, so the keys are read once for all of them. The kernels read
+the lengths from device memory: there is no plan, and the grid depends only on the capacity of the cache, so a CUDA
+graph can be replayed while the cache grows.
 """
 
 from dataclasses import dataclass
@@ -81,8 +81,8 @@ def first_key_of(
 ):  # fmt: skip
     """The number of the key at offset `onward` in the i-th tile.
 
-    The result is the sequence's length, which marks a dead key, if the chosen page does not exist. After the last tile
-    it is any key that is valid in the block table; no result depends on it.
+    A chosen page that does not exist gives the sequence's length, which marks a dead key. After the last tile it is any
+    key that is valid in the block table.
     """
     span, pages, rows, _ = walked
     count, first_sink, sink_tiles, first, length, capacity = span

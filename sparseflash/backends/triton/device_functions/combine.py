@@ -1,7 +1,7 @@
 """Merges the partial results of rows and columns that were cut into chunks (split-K, see splits.py).
 
-One program handles a few tokens of an item that was cut, and adds the chunks in order. Each output is written by one
-program, without atomics, so the bits are the same at every run.
+One program handles a few tokens of an item that was cut, and adds the chunks in order, without atomics, so the bits are
+the same at every run.
 """
 
 import triton

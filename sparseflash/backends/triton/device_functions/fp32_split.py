@@ -1,12 +1,12 @@
 """Full fp32 on bf16 tensor cores: every number is split into a sum of three bf16 pieces with 8 bits each.
 
-x = x1 + x2 + x3 to 24 bits, the full precision of fp32. A product of two such sums has nine terms. The three smallest
-are dropped: together less than 2^-24 of the result, half an ulp. So six bf16 products, each exact and summed in fp32,
-are as good as one fp32 product, and faster on tensor cores. (The scheme is known as bf16x6; see Henry, Tang
-and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019.)
+x = x1 + x2 + x3 to 24 bits, the full precision of fp32. A product of two such sums has nine terms; the three smallest,
+together less than half an ulp, are dropped. So six bf16 products, each exact and summed in fp32, are as good as one
+fp32 product, and faster on tensor cores (bf16x6; Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
+Intelligence Datatype For Higher-Precision Computations", 2019).
 
-Tensors that are loaded many times are split in advance, by `pieces_kernel`. Computed numbers, and tensors that are
-loaded only once or twice, are split where they are multiplied. The pieces of an infinity sum to NaN.
+Tensors that are loaded many times are split in advance, by `pieces_kernel`; others where they are multiplied. The
+pieces of an infinity sum to NaN.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
 def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
     """x y of two tiles in pieces, [X, Z] and [Z, Y], in fp32.
 
-    MIRRORED: add the six products in the order of y^T x^T, so that x y and y^T x^T have the same bits if the same
-    instructions sum them. OVER_DIMS: the sum is over head dims; all terms contribute, and the truncation is corrected.
-    A sum over tokens is not corrected, because few weights may contribute and then nothing is truncated.
+    MIRRORED: add the six products in the order of y^T x^T, so that both have the same bits if the same instructions sum
+    them. OVER_DIMS: the sum is over head dims, and its truncation is corrected. A sum over tokens is not, because few
+    weights may contribute and then nothing is truncated.
     """
     small = small_products(x, y, MIRRORED)
     if PRECISION == WHOLE or PRECISION == WHOLE_CORRECTED:  # the second and third piece of an infinity are NaN
@@ -78,9 +78,9 @@ def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIM
 def corrected(product, LENGTH: tl.constexpr, rest, PRECISION: tl.constexpr):
     """product + rest, with the average truncation of product added back if PRECISION says so.
 
-    product: a sum of LENGTH terms by tensor cores. Hopper's tensor cores add 16 terms at a time to the running sum and
-    truncate after each step (a model of this has the same errors as an H100). So the magnitude of a sum is too small,
-    the more so the longer the sum. Small whole numbers are not corrected, because sums of whole numbers are exact.
+    product: a sum of LENGTH terms by tensor cores. Hopper's add 16 terms at a time to the running sum and truncate
+    after each step (a model of this has the same errors as an H100), so a sum's magnitude is too small, the more the
+    longer it is. Small whole numbers, whose sums are exact, are not corrected.
     """
     if PRECISION == PIECES_CORRECTED or PRECISION == WHOLE_CORRECTED:
         is_exact = (tl.floor(product) == product) & (tl.abs(product) < _SMALL)
@@ -160,7 +160,7 @@ def halves(tile):
 def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
     """acc + a b. a: computed fp32 numbers. b_tile: a tile of tokens.
 
-    In full fp32 the product is summed separately and then added: tensor cores truncate towards zero, and these errors
+    In full fp32 the product is summed separately and then added, because tensor cores truncate towards zero, which
     would accumulate over all tokens.
     """
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
@@ -247,6 +247,6 @@ PIECES_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # the model of tests/interpreting/products.py, and tested on an H100 and an H200.
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
 _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this
-# The input_precision of sums over tokens for whole tiles: Triton splits them, and adds the six products smallest first.
-# Its interpreter does not support bf16x6.
+# The input_precision of sums over tokens for whole tiles: Triton splits them. Its interpreter does not support
+# bf16x6.
 _SPLITTING = tl.constexpr("ieee" if INTERPRETED else "bf16x6")

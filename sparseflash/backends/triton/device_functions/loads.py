@@ -1,8 +1,7 @@
 """Loads and stores of the kernels: tiles of tokens, the bits of mask tiles, partial results.
 
-A tile of streamed tokens is either contiguous in the sequence or gathered from small blocks anywhere in it. `GATHERED`
-is the size of these blocks in tokens, or 0 for a contiguous tile. The argument `first` of a gathered tile is the
-numbers of all its tokens, [TOKENS]; for a contiguous tile it is the number of the first token, a scalar.
+A tile of streamed tokens is contiguous, or gathered from small blocks: `GATHERED` is their size in tokens, or 0.
+`first` is the number of the first token, a scalar, or of a gathered tile the numbers of all its tokens, [TOKENS].
 """
 
 import triton
@@ -110,8 +109,8 @@ def numbers_of_rows(
 ):  # fmt: skip
     """One number for each query in `rows`, [TOKENS]; past the end `other`, or 0 if TMA.
 
-    `x` is a descriptor of [B * Hq, Nq] if TMA, otherwise a pointer to [B, Hq, row_stride]. With a pointer, every thread
-    loads the numbers it needs one at a time.
+    `x` is a descriptor of [B * Hq, Nq] if TMA, otherwise a pointer to [B, Hq, row_stride], from which every thread
+    loads its numbers one at a time.
     """
     if TMA:
         return x.load([batch_head, first_q]).reshape(TOKENS)
@@ -140,8 +139,8 @@ def live_scores(
 ):  # fmt: skip
     """The live scores of the TILE_M x TILE_N patch at (first_q, first_k) of a mask tile; all are live if tile is 0.
 
-    A word is loaded once for all its scores (usually 32) and expanded by shifts. Loading it once per score takes 3 to 6
-    times as long.
+    A word is loaded once for all its scores (usually 32) and expanded by shifts. Loading it once per score takes
+    several times as long.
     """
     STORED: tl.constexpr = min(BLOCK_K, 32)
     BITS: tl.constexpr = min(TILE_N, 32)

@@ -1,7 +1,7 @@
 """The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient.
 
-All loops of all kernels use these functions. They compute in base 2 with fp32 accumulation. `live` marks the live
-scores; it is None, and costs nothing, if all are live.
+All loops of all kernels use these, in base 2 with fp32 accumulation. `live` marks the live scores; it is None, and
+costs nothing, if all are.
 """
 
 import triton
@@ -19,11 +19,11 @@ def softmax_step(
     """Adds a tile of keys, `scores [M, N]`: `(weights, factor for the earlier sums, new m_i, new l_i)`.
 
     m_i is the maximum of the raw scores if KEEP or CHANGED, otherwise of the scaled scores. The scale is not negative,
-    so if all scores are live the maximum may be taken before scaling.
+    so the maximum may be taken before scaling.
 
     A modified score may be -inf, even in a full tile, and then has no weight. It may also be as low as the lowest
-    finite number, and must then have the weight that softmax gives it. Multiplying by qk_scale, which is positive here,
-    could turn a low finite score into -inf, so the maximum is subtracted first.
+    finite number, and must then have the weight that softmax gives it: the maximum is subtracted first, because
+    multiplying by qk_scale could make it -inf.
     """
     if CHANGED:
         if live is not None:
@@ -108,8 +108,8 @@ def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl
     """The exponentials of a tile: 2^((scores - maximum) * qk_scale) if PRECISE, otherwise 2^(scores * qk_scale -
     maximum), where the maximum is already scaled.
 
-    The second form takes one fused multiply-add per score. It rounds at the magnitude of the score, which does not
-    matter in half precision. In fp32 the difference is taken first, because it is smaller and its rounding error, too.
+    The second form takes one fused multiply-add per score and rounds at the magnitude of the score, which does not
+    matter in half precision. In fp32 the difference, which is smaller, is taken first.
     """
     if PRECISE:
         exponent = (scores - maximum) * qk_scale

@@ -11,28 +11,28 @@ Head dims between 64 and 128 have tiles of 128 channels. S and dP leave out chan
 One warp loads. Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits
 until its addition is visible, the other sends.
 
-Many programs add to one tile of queries. The additions have a fixed order, so that the same call gives the same bits. A
-chain is an accumulator in global memory; every addition has a rank in a chain, and waits until the chain's counter has
-reached this rank. The first addition of a chain is a store, so nothing has to be zeroed. A tile with many additions has
-several chains; `finish_kernel` sums them in order and rounds once.
+Many programs add to one tile of queries, in a fixed order, so that the same call gives the same bits. A chain is an
+accumulator in global memory; every addition has a rank in a chain, and waits until the chain's counter has reached it.
+The first addition is a store, so nothing has to be zeroed. A tile with many additions has several chains;
+`finish_kernel` sums them in order and rounds once.
 
-Score modifications and their gradients are device functions (`changes/hopper.py`). If the gradient of one is dS itself,
-dS is stored row by row from the shared memory buffer that holds dS for dQ. Each live tile of a batch element and head
-belongs to one program, which writes it once.
+Score modifications and their gradients are device functions (`changes/hopper.py`). A gradient that is dS itself is
+stored row by row from the shared memory that holds dS for dQ; each live tile of a batch element and head belongs to one
+program.
 
-In the plan, an item that is far too long for one program is cut into parts (`cuts.py`). Each part writes its dk and dv
-in fp32 to a workspace; `device_functions/combine.py` sums them in the order of the list and rounds once.
+In the plan, an item far too long for one program is cut into parts (`cuts.py`), which write dk and dv in fp32 to a
+workspace; `device_functions/combine.py` sums them in the order of the list.
 
 Why the kernel cannot deadlock: `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
-increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). This
-is a total order of all entries, and each entry waits only for earlier ones:
+increases along the list of a program, and ranks the entries of a chain by (time, number of the program). In this total
+order each entry waits only for earlier ones:
 
 - A sender waits for the entry of the previous rank in the chain, which is earlier in that order.
 - A sender, the warpgroups and the loader wait for buffers. A buffer becomes free when the same program has finished an
   earlier entry, and full when the program has loaded or computed this one, which depends on no other program.
 
 So the earliest of all entries not yet added never waits, provided that its program runs. All programs must therefore be
-resident at the same time, one per SM. The launch is cooperative: the driver refuses it otherwise.
+resident at once, one per SM: the launch is cooperative.
 """
 
 from triton.experimental import gluon
@@ -184,10 +184,10 @@ def wait_for_turn(counter_ptr, rank):
     """Spins until `rank` additions to the chain are complete and visible.
 
     The counter is read without acquire semantics, because this warp reads nothing that the additions wrote. The next
-    operation is the next addition: a reduction that the copy engine performs in the L2 cache. It is issued only after
-    the counter was read, and the earlier additions were complete in L2 before the counter was raised
-    (`sent_is_visible`). PTX's memory model would ask for an acquire and a proxy fence here. They cost 1.7 % of the
-    backward under a sparse mask (H200); without them the bits were the same in all stored repeats.
+    operation is the next addition, a reduction of the copy engine in the L2 cache, issued only after the counter was
+    read; the earlier additions were complete in L2 before the counter was raised (`sent_is_visible`). PTX's memory
+    model would ask for an acquire and a proxy fence here, which cost time; without them the bits were the same in all
+    stored repeats.
     """
     made = gl.load(counter_ptr, volatile=True)
     while made < rank:
@@ -219,8 +219,8 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         number, first_k, first, count = header(work_ptr, item)
-        # The sender of a step follows from the entry's number, not from a counter of steps: Triton 3.6 and 3.7 lose a
-        # counter that is carried from item to item if it is used only for the start of this loop.
+        # The sender of a step follows from the entry's number: Triton 3.6 and 3.7 lose a counter that is carried from
+        # item to item if only the start of this loop uses it.
         for i in range((first * STEPS + WHICH) & 1, count * STEPS, SENDERS):
             at = entry_ptr + (first + i // STEPS) * ENTRY
             place = gl.load(at + ENTRY_CHAIN) * STEPS + i % STEPS
@@ -259,7 +259,8 @@ def in_registers(x):
 
 @gluon.jit
 def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr):
-    """acc + x y over the first USED + REST channels, in flight. The other channels hold zeros. acc counts if `use_acc`.
+    """Starts the product acc + x y over the first USED + REST channels; the other channels hold zeros. acc counts as 0
+    unless `use_acc`.
 
     A piece begins at a multiple of 64 channels, where a swizzled tile has a new row of shared memory.
     """
@@ -367,9 +368,9 @@ def weights_of(
 
 @gluon.jit
 def store_part(parts_ptr, part, x, IS_DV: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr):
-    """Writes channels from FIRST on of dk or dv of a part of an item, in fp32 rows of D. From
-    registers: one buffer of dq is too small for dk at D=128,
-    and the senders use both.
+    """Writes channels from FIRST on of dk or dv of a part of an item, in fp32 rows of D.
+
+    It writes from registers, because at D=128 dk does not fit into one buffer of dq, and the senders use both buffers.
     """
     LAYOUT: gl.constexpr = x.type.layout
     key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT)), gl.int64)

@@ -164,7 +164,7 @@ class BackwardLayout:
 
 
 class Backward:
-    """The gradients of q, k and v."""
+    """Computes the gradients of q, k and v."""
 
     warps = 11
 

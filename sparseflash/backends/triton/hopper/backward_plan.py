@@ -1,8 +1,8 @@
 """The work plan of the Hopper backward: the items of every program and their order, and the order of all additions.
 
 An item is a tile of keys of one KV head, with an entry for every live tile of queries of every query head of its group.
-An item that is far too long is cut into parts, which are items from then on; see `cuts.py`. The plan is made before the
-kernel runs, in three steps, each a function of the results before it:
+An item that is far too long is cut into parts, items from then on (`cuts.py`). The plan is made before the kernel runs,
+in three steps:
 
 1. Items go to programs, longest first where they are long, otherwise head by head, each to a program with little work.
 2. Every place in a program's list has a time: the number of entries before it, with each item counting as one more. The
@@ -11,18 +11,16 @@ kernel runs, in three steps, each a function of the results before it:
 3. The additions to a tile of queries are ordered by time, and at the same time by the number of the program. A tile
    with more additions than others has several chains, which take them in turn.
 
-For a dynamic mask, one that is made at every step, the plan is made without waiting for the device. It has room for the
-largest possible number of entries and chains, cuts no item, has one chain a tile, and walks all columns in the first
-order.
+For a dynamic mask the plan is made without waiting for the device. It has room for the most entries and chains, cuts no
+item, has one chain a tile, and walks all columns in the first order.
 
-The kernel cannot deadlock as long as times increase along every program; see `backward.py`. How long additions wait
+The kernel cannot deadlock as long as times increase along every program (`backward.py`); how long additions wait
 depends on how realistic the times are.
 
-On a GPU `fused_plan.py` makes the same plan with kernels. This module, in PyTorch operations, is their reference. It
-also makes the plans on a CPU, and those with more items or programs than the kernels can count.
+On a GPU `fused_plan.py` makes the same plan with kernels. This module, in PyTorch, is their reference, and plans on a
+CPU and for more items or programs than the kernels can count.
 
-The order of additions, and with it the last bits of dq, depends on the mask and on the numbers of programs and heads.
-The same call gives the same bits.
+The order of additions, and so the last bits of dq, depends on the mask and the numbers of programs and heads alone.
 """
 
 from __future__ import annotations
@@ -49,9 +47,8 @@ from sparseflash.limits import COUNT
 Ints = NDArray[np.int64]
 
 # A tile of queries has one chain for every _SHORTEST_CHAIN additions, or for every _LONG_CHAIN / 4 times its head's
-# mean if that is more. In a simulation of 16,384 tokens where an addition takes 1.2 times as long as the step that made
-# it, causal masks take 1.02 times as long as without any order, and 1.20 times with one chain a tile; random blocks
-# 1.12 and 1.13, global tokens 1.05 and more.
+# mean if that is more. In a simulation of 16,384 tokens, causal masks then take 1.02 times as long as without any
+# order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
 ONE_CHAIN = 2**31 - 1  # more additions than a tile can have
@@ -62,10 +59,9 @@ _BAND = 128
 _CLEARLY = 7  # tenths
 
 
-# The shortest item that may be taken before all others, in percent of a program's mean load. Selected blocks have many
-# items longer than twice the mean. If these came first, from all heads, no head's tiles would stay in the L2 cache: at
-# 16,384 tokens and 16 heads, selection, plan, forward and backward took 2.10 ms on an H200 without this limit, 1.96 ms
-# with it.
+# The shortest item that may be taken before all others, in percent of a program's mean load. Selected blocks have
+# many items longer than twice the mean; if these came first, from all heads, no head's tiles would stay in the L2
+# cache.
 LEAST = 25
 
 

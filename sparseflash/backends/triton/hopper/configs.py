@@ -198,50 +198,10 @@ class DqConfig(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Where these kernels are faster than the portable ones. Limits are for one head, so that a row's bits do not
-    depend on its batch; except `most_room`, as gradients depend on the batch in any case.
+    """The thresholds from which these kernels were faster than the portable ones: experiments/results/tried/choice.csv.
 
-    Numbers below are times as fast as the portable kernels. Measured on an H200 with 4 and 32 heads of 256 to 16,384
-    tokens, bf16, under causal, dense, local and butterfly masks. Forward: D=128 1.03 to 1.96 everywhere; D=64 0.69 to
-    0.92 at 1,024 tokens, 0.86 to 1.17 at 4,096, 0.89 to 0.95 where queries see 8,000 keys and more. Backward: 0.79 to
-    0.92 at 256 tokens, 0.86 to 1.19 at 1,024, 0.94 to 1.50 from 4,096 on. Forward of 64 queries and 4,096 keys, D=128,
-    32 heads: 2.8, as the portable kernels do not cut the keys.
-
-    Blocks of 64, forward: at D=96 and 128 1.04 to 1.41 under causal and local masks of 512 to 8,192 tokens, and 1.11 to
-    1.25 under all masks from 16,384 on. Where a row has few tiles, as in a butterfly, 0.67 to 1.0 below 2,048 tokens or
-    with 4 heads, in calls of up to 25 us. At D=64 0.86 to 0.97.
-
-    Blocks of 64, backward: not measured yet; see `choices.MOST_FILLED` for the prediction.
-
-    Dynamic masks, of blocks of 128, for 16 heads, 64 heads in groups of 16, and 4 heads, plan included, as with a CUDA
-    graph. Forward: at D=128 1.04 to 1.23 at 1,024 and 2,048 tokens, 1.16 to 1.33 from 4,096 on; at D=96 1.32; at D=64
-    0.88 to 1.18. With the backward: at D=128 0.89 to 1.06 at 4,096, 0.96 to 1.05 at 8,192, 1.09 to 1.15 at 16,384; at
-    D=64 1.11 there with groups and 0.67 to 0.93 without. Launched one by one by a host that needs 3 ms for a step,
-    forward and backward at D=128 in groups of 16: 0.83 at 4,096, 1.00 at 8,192 and 1.06 at 16,384.
-
-    Other head dims, on an H200 under a causal mask, 2 times 16 heads of 8,192 tokens (and 16 times 16 of 1,024).
-    Forward: D=16, 32 and 48 0.75, 0.97 and 0.99 (0.98 to 1.18); D=72 to 256, 192/128, and pairs of 64, 96 and 128
-    1.29 to 2.05 (1.36 to 1.91). Backward: D=16 0.98 (0.90); D=32 and 48 1.12 and 1.13 (0.99 and 1.06); the others
-    1.11 to 3.24 (1.19 to 2.85).
-
-    Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries
-    of 131,072 keys 0.88 with 8 heads, of 65,536 keys 1.32 and 1.44 with 128; 16 queries of 65,536 keys 1.86 with 32
-    heads; 64 queries 1.17 with 32 and 1.98 with 128; 77 queries of 4,096 keys 1.93 with 1,024; 200 queries of 16,384
-    keys 0.65 with 16. Their backward in one pass 0.06 to 0.48: many additions wait for one another; in
-    two kernels not measured yet (predicted 1.19 for 1,024 queries of 65,536 keys, 16 heads).
-
-    Other head dims, 8 and 64 heads of 512 tokens, causal and dense. Forward: 80 0.93 to 1.14, 192/128 1.10 to 1.40, 256
-    1.01 to 1.24. Backward: 80 0.99 to 1.14, 192/128 1.24 to 2.76, 256 0.91 to 1.86.
-
-    Many heads, on an H200, D=64: 1,024 heads of 512 tokens forward 1.08, backward 1.12; 512 of 1,024, causal, forward
-    1.20. The limits follow these, because with few heads so short calls take less time than the host needs to launch
-    them.
-
-    Score modifications, on an H100 under causal and local masks of 8,192 tokens: the portable kernels were faster under
-    a soft cap at D=64, and forward with a logarithmic decay.
-
-    At D=64 under dense and causal masks of 16,384 tokens, on an H200, the forward depends on the load of the GPU: 0.93
-    and 0.95 with pauses between calls, 1.06 and 1.10 without pauses, where the power limit lowers the clock.
+    They are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
+    the batch in any case.
     """
 
     forward_queries_64: int = 512
@@ -269,7 +229,7 @@ class Limits(NamedTuple):
     def least_queries(
         self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
     ) -> int:  # fmt: skip
-        """The fewest queries of a head for which these kernels are chosen."""
+        """These kernels are chosen from this number of queries a head on."""
         if backward:
             return self.backward_queries_dynamic if dynamic else self.backward_queries
         if dynamic:
@@ -379,9 +339,7 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
 
 
 def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Config]:
-    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages. (At
-    D = 72 and 80 on an H200, two stages took 0.99 and 0.96 of the time of four.)
-    """
+    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages."""
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     if tile == SMALL:
         base = Config(dims, v_dims, 0, SMALL, 2, kept=2 if dims[1] else 1)

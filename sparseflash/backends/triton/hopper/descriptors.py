@@ -49,9 +49,7 @@ def described_channels(x: Tensor, keys: int) -> Describe:
 def boxes_of(
     tensors: Mapping[str, Tensor], tokens: Mapping[str, int], channels: Mapping[str, tuple[int, int]]
 ) -> tuple[dict[str, Tensor], dict[str, Describe]]:
-    """The tensors of descriptors, and how they are described: boxes of so many tokens and of one or two pieces of
-    channels.
-    """
+    """The tensors of descriptors, and how they are described: boxes of `tokens`, and one or two pieces of channels."""
     found = {f"{name}_desc": (x, tokens[name], channels[name][0]) for name, x in tensors.items()}
     found |= {
         f"{name}_rest_desc": (x, tokens[name], channels[name][1]) for name, x in tensors.items() if channels[name][1]

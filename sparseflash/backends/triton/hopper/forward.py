@@ -3,9 +3,9 @@
 An item is a tile of queries with the list of its tiles of keys, full ones first. One warp loads; each of GROUPS
 warpgroups holds ROWS queries of the item. A step of the stream multiplies the queries with the keys of one tile and,
 under the softmax of these scores, the weights of the previous tile with its values. So the first keys of an item are
-multiplied under the last values of the previous item, and the tensor cores do not idle between items.
+multiplied under the last values of the previous one, and the tensor cores do not idle between items.
 
-At two places the order of the source matters. In both, the machine code showed that the compiler would order it
+At two places the order of the source matters, because the machine code showed that the compiler would order it
 otherwise:
 
 - The softmax ends with the wait for the next keys, which splits the code in two. Instructions before it stay before the
@@ -20,19 +20,19 @@ queries. A warpgroup frees the buffer as soon as it has read it, so the next bia
 The stream runs for two steps after the last item. They load nothing, and so no step needs a condition.
 
 For a mask in blocks of 64 x 64 an item is a tile of 64 queries, and a program runs two streams, each with one loading
-warp and one warpgroup: neighbouring rows of blocks see different keys, so two warpgroups would have nothing to share.
+warp and one warpgroup: neighbouring rows see different keys, so two warpgroups would share nothing.
 
 Head dims that are not a power of 2 are split into two pieces that are, each with its own buffers and descriptors; the
-second piece, the rest, has 16 to 64 channels. Both pieces of a product with keys accumulate onto the same scores; each
-piece of values has its own accumulator. The copy engine pads heads with zeros up to the size of their pieces. Where
-wide heads leave no room for 128 keys, a tile of the lists is SPLIT steps of BLOCK_N keys.
+second has 16 to 64 channels. Both pieces of a product with keys accumulate onto the same scores; each piece of values
+has its own accumulator. The copy engine pads with zeros. Where wide heads leave no room for 128 keys, a tile of the
+lists is SPLIT steps of BLOCK_N keys.
 
 IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute exponentials at
 the same time, and then both multiply. So they start their softmaxes by turns, which keeps them apart. If each also
-waits for the end of the other's exponentials, the forward takes 1.11 times as long.
+waits for the end of the other's exponentials, the forward takes longer (experiments/results/tried/kernels.csv).
 
-KEPT: how many of the one or two pieces of queries are kept in registers. A product with few keys takes as long as
-reading both operands from shared memory, whose bandwidth values and loads need, too.
+KEPT: how many pieces of queries are kept in registers. A product with few keys takes as long as reading both operands
+from shared memory, whose bandwidth values and loads need, too.
 """
 
 from triton.experimental import gluon
@@ -309,8 +309,8 @@ def scale_of_rows(maximum, qk_scale):
     """The factor of scores with biases, [ROWS]. maximum: of each row, already times qk_scale.
 
     The factor is qk_scale, unless the maximum is so large that its rounding could make weights infinite, or all of them
-    0. Then the factor is the next power of 2 above qk_scale. Products with it are exact, so the largest score has
-    weight 1. Smaller scores keep their order, but their weights are next to arbitrary.
+    0. Then it is the next power of 2 above qk_scale: products are exact, the largest score has weight 1, and smaller
+    scores keep their order, but their weights are next to arbitrary.
     """
     power_above = as_float((gl.cast(qk_scale, gl.int32, bitcast=True) & 0x7F800000) + 0x00800000)
     return gl.where(gl.abs(maximum) < COARSE, qk_scale, power_above)
@@ -350,9 +350,8 @@ def rescaled(acc, factors):
 def opaque(x):
     """x, unchanged: a scheduling barrier, written as a volatile move for which ptxas emits no instruction.
 
-    LLVM cannot move computations of x across it. Without the barrier, LLVM in Triton 3.7 and 3.9 (not in 3.6 and 3.8)
-    hoists the tests of mask bits out of the branch for partial tiles. Every tile then runs the tests before its matrix
-    products, and the forward has 0.80 to 0.88 of its speed.
+    LLVM cannot move computations of x across it. Without it, LLVM in Triton 3.7 and 3.9 hoists the tests of mask bits
+    out of the branch for partial tiles, and every tile runs them before its matrix products.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 

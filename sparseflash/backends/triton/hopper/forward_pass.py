@@ -108,7 +108,7 @@ class ForwardLayout:
 
 
 class Forward:
-    """out and lse."""
+    """Computes out and lse."""
 
     def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int) -> None:
         self.layout, self.plan = layout, plan

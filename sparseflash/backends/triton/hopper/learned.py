@@ -13,7 +13,7 @@ from sparseflash.backends.triton.launch.gradient_sums import sums_of_groups, sum
 
 
 class HopperCall:
-    """One call of a backward, for the gradients of score modifications."""
+    """One call of a backward: allocates memory for the gradients of score modifications, and sums it."""
 
     def __init__(self, plan: BackwardPlan, q: Tensor, k: Tensor, lse: Tensor) -> None:
         self.lse = lse

@@ -133,8 +133,8 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
     least: the least length of an item that may count as long, in percent of a program's mean load.
 
     Items more than twice as long as the mean come first, longest first, and the last three rounds are longest first.
-    The others stay in order, head by head, so that the keys stay in the L2 cache. Sorting all items over all heads took
-    1.13 times as long on an H200, for 16 heads of random blocks.
+    The others stay in order, head by head, so that the keys stay in the L2 cache. Sorting all items over all heads
+    takes longer (experiments/results/tried/kernels.csv).
 
     >>> start_order(torch.tensor([3, 1, 9, 2, 1, 3]), programs=1).tolist()
     [2, 0, 1, 5, 3, 4]

@@ -39,7 +39,9 @@ def chain_kernel(
     cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
     batch_stride, head_stride, heads, rows, tiles, shortest, quarters,
 ):  # fmt: skip
-    """Writes the numbers of additions and of chains of every tile of queries of a head, after a zero."""
+    """Writes the numbers of additions and of chains of every tile of queries of a head. Element 0 of both arrays is 0,
+    so their running sums are the first addition and the first chain of each tile.
+    """
     number = tl.program_id(0)
     for order in tl.static_range(_ORDERS):
         tl.store(meeting_ptr + order * tl.num_programs(0) + number, 0)
@@ -81,7 +83,7 @@ def _key(row, column, rows, columns, band, stride, ORDER: tl.constexpr):
 
 @triton.jit
 def _places(row, column, index_ptr, count, rows, columns, band, stride, ORDER: tl.constexpr):
-    """The places of these rows in one order of the list of a column."""
+    """Where these rows of tiles come in the list of a column, if the list is walked in this order."""
     key = _key(row, column, rows, columns, band, stride, ORDER)
     place = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):

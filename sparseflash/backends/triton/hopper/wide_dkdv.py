@@ -1,7 +1,7 @@
 """The kernel for dk and dv of wide heads and of blocks of 64 on Hopper (sm_90): an item is a tile of keys, whose
 queries stream past.
 
-The work lists are those of `backward.py`, without dq, which `wide_dq.py` computes. One warp loads. Each of GROUPS
+The work lists are as in `backward.py`, without dq, which `wide_dq.py` computes. One warp loads. Each of GROUPS
 warpgroups holds ROWS keys with all their channels, and computes for as many queries a step
 
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dK += dS Q

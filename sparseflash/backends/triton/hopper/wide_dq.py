@@ -10,7 +10,7 @@ One warp loads. Each of GROUPS warpgroups holds ROWS queries, and computes for K
     S = Q K^T - lse,  P = exp(S),  dP = dO V^T - delta,  dS = P * dP,  dQ += dS K
 
 dS goes from registers to the product with K. The products of one warpgroup run under the exponentials of the other. No
-program waits for another, and the order of additions is that of the list. A tile of the lists has GROUPS * ROWS queries
+program waits for another, and additions have the list's order. A tile of the lists has GROUPS * ROWS queries
 and as many keys; GROUPS is 1 for a mask in blocks of 64 x 64, as in `wide_dkdv.py`.
 
 Head dims that are not a power of 2 have two pieces, as in `forward.py`.
@@ -94,8 +94,10 @@ def store_rows(x, x_ptr, first_row, stride, rows, FIRST: gl.constexpr, DIM: gl.c
 
 @gluon.jit
 def unknown(number):
-    """A whole number that the compiler takes for one that changes at every step. As the index of tiles that stay the
-    same, it keeps the descriptors of their products in the loop. Triton 3.6 would make them before it, and spill them.
+    """`number`, hidden from the compiler, which then assumes that it changes at every step.
+
+    It is used as an index of tiles that stay the same. With a constant index, Triton 3.6 would compute the descriptors
+    of these tiles for matrix instructions before the loop, and spill them.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1

@@ -110,9 +110,9 @@ class Chooser:
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_and_streamed(self._kernel, (tiling.held, tiling.streamed))
-        # Tiles of fewer than 64 rows are too small for instructions that multiply from shared memory (wgmma, tcgen05),
-        # so they are multiplied from registers, as all tiles are on GPUs without these instructions. TMA would load
-        # them to shared memory first, which costs too much with wide heads or pieces.
+        # Tiles of fewer than 64 rows are too small for instructions that multiply from shared memory (wgmma,
+        # tcgen05), so they are multiplied from registers. TMA would load them to shared memory first, which costs too
+        # much with wide heads or pieces.
         rows = min(block)
         if self._pieces:
             rows = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]
@@ -163,8 +163,8 @@ class Chooser:
 def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     """Whether fp32 tensors are split into pieces by a separate kernel, before the attention kernels load them.
 
-    To split a key takes a read and a write, about as much as two reads. How often the attention kernels read a key
-    depends on the mask; an upper bound is the number of query tiles, and that decides.
+    To split a key costs about two reads of it. How often kernels read it depends on the mask; the upper bound, the
+    number of query tiles, decides.
     """
     if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False

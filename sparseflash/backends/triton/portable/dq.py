@@ -4,12 +4,11 @@ Probabilities are recomputed from the scores and the forward's lse. Each output 
 atomics, so the bits are the same at every run.
 
 If few keys have nearly all the weight, the gradient of a score is the difference of two nearly equal numbers, dp and
-delta. In half precision, delta = rowsum(out * dout) - dlse is accurate enough. In fp32 its rounding would be an error
-that a plain implementation does not have. So in fp32 a pass with DELTA runs first. It computes delta as the mean of dp
-under p, with p and dp computed exactly as in the passes that subtract delta from dp. The mean is accumulated as the
-difference from rowsum(out * dout), and dlse is added after the subtraction. That pass also recomputes the inverse sums
-of the exponentials from the backward's scores. They are Kahan sums over the tiles, because their rounding error would
-be common to all gradients of the row.
+delta. In half precision, delta = rowsum(out * dout) - dlse is accurate enough. In fp32 a pass with DELTA runs first: it
+computes delta as the mean of dp under p, with p and dp exactly as in the passes that subtract delta from dp,
+accumulated as the difference from rowsum(out * dout); dlse is added after the subtraction. It also recomputes the
+inverse sums of the exponentials from the backward's scores, by Kahan sums over the tiles, because their rounding error
+would be common to all gradients of the row.
 """
 
 import triton

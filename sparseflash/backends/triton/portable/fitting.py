@@ -77,8 +77,8 @@ def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes
     >>> print(with_more_registers(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
     64x64x4x2x168
 
-    If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its wgmmas. With dropout,
-    dk_dv with 168 registers spills 512 bytes or more. With score modifications both happen.
+    With lengths, dq with 128 registers spills in its loop, and ptxas serialises its wgmmas; with dropout, dk_dv with
+    168 registers spills; with score modifications both happen.
     """
     if config.registers == 128 and (lengths or dropout or changes):
         return config._replace(registers=168)
@@ -97,13 +97,12 @@ def with_addresses(
     >>> print(with_addresses("dk_dv", Config(16, 64, 4, 2), 128, arithmetic="fp32", table=True, whole=False))
     16x64x4x2
 
-    The addresses of these loads need registers. With a table and the original configuration, dq spills 960 bytes at
-    D = 64 and 1,300 at D = 128; with the result none (compiled for 9.0, not timed). whole: the streamed tokens of a
-    step must not be cut.
+    The addresses of these loads need registers; with a table dq would spill about 1,000 bytes, with the result none.
+    whole: the streamed tokens of a step must not be cut.
 
-    In fp32, dk_dv keeps four warps. Eight warps would share the columns of 64 keys, so weights of 16 queries would pass
-    through shared memory in another layout than other tiles at the same address. ptxas miscompiles that (see
-    `padded_dims`): on an H100, dv at D = 128 was off by 0.4 %.
+    In fp32, dk_dv keeps four warps. Eight would share the columns of 64 keys, so weights of 16 queries would pass
+    through shared memory in another layout than other tiles at the same address, which ptxas miscompiles (see
+    `padded_dims`).
     """
     if dim > 64 and not (arithmetic == "fp32" and kernel == "dk_dv"):
         config = config._replace(num_warps=max(config.num_warps, 8), registers=0)
@@ -115,11 +114,9 @@ def with_addresses(
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
     """The fewest warps whose registers hold the accumulators, the scores and, in long steps, the loaded operands.
 
-    If warps share a tile too small for wgmma, which takes four warps, each warp loads most of the operands. Measured on
-    an H100 for tiles of 32 x 32, against four warps: with one warp the forward at D = 64 is 2.2 times as fast and dq
-    1.7 times; with two warps dk_dv is 1.4 times as fast. With 160 to 320 numbers per thread, kernels spill and take 0.9
-    to 26 times as long. Almost nothing is spilled with 128 numbers per thread, or with 96 in steps of more than 32
-    tokens.
+    If warps share a tile too small for wgmma, which takes four warps, each warp loads most of the operands. So fewer
+    warps are faster (experiments/results/tried/portable.csv), until kernels spill. Almost nothing is spilled with 128
+    numbers per thread, or with 96 in steps of more than 32 tokens.
     """
     _, streamed = held_and_streamed(kernel, (block_m, block_n))
     warps = -(-results_and_scores(kernel, block_m, block_n, dim) // (32 * (128 if streamed <= 32 else 96)))
@@ -152,10 +149,9 @@ def padded_dims(dim: int, v_dim: int, architecture: Architecture, itemsize: int)
     >>> padded_dims(64, 16, hopper, itemsize=2), padded_dims(64, 16, ampere, itemsize=2)
     ((64, 64), (64, 16))
 
-    On Hopper both must have the same layout in shared memory, where the swizzle depends on the width of rows, up to 128
-    bytes (64 columns in bf16). If tiles of two layouts alternate at one address, ptxas 12.8 (of Triton 3.6 and 3.7)
-    adds to an uninitialised register, and wgmma reads the values from a wrong address. This was seen for D = 64 with
-    Dv = 16, where rows pass through registers.
+    On Hopper both must have the same layout in shared memory, where the swizzle depends on the width of rows up to 128
+    bytes. If tiles of two layouts alternate at one address, ptxas 12.8 (of Triton 3.6 and 3.7) adds to an uninitialised
+    register, as seen for D = 64 with Dv = 16.
     """
     padded, padded_v = max(16, 1 << (dim - 1).bit_length()), max(16, 1 << (v_dim - 1).bit_length())
     if architecture.needs_one_layout:

@@ -1,7 +1,7 @@
 """Sums the gradients of the learned tensors of score modifications.
 
-Every program writes its part of a gradient to its own memory, and the parts are summed in a fixed order. There are no
-atomics, so the bits are the same at every run.
+Every program writes its part of a gradient to its own memory; the parts are summed in a fixed order, so the bits are
+the same at every run.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class Call:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _tiles(self, kernel: Bound) -> int:
-        """The number of tiles of queries or of keys of one head. Each tile is a work item unless it is cut."""
         numbers = self._numbers
         return -(-(numbers.k_len if kernel is self._keys else numbers.q_len) // kernel.tile)
 

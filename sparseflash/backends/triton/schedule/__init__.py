@@ -1,6 +1,4 @@
 """Plans the work of a mask: the tiles of each program, the chunks of long rows, and the order in which programs start.
 
-This package may import `blockmask`, `limits`, `backends.problem`, and from the Triton backend `alignment`,
-`device`, `launcher` and `overrides`. It does not depend on the attention kernels. Its own kernels, in
-`fused`, plan masks that are made at every step.
+It does not depend on the attention kernels. Its own kernels, in `fused`, plan masks that are made at every step.
 """

@@ -1,8 +1,8 @@
 """Triton kernels that make tile lists and work lists, for masks that are made at every step.
 
-`full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, take some fifty kernel launches,
-at 6 to 10 us of host time each. Here each list, over rows or columns, takes one launch, and the work takes two
-launches, and a sort if there are many items. The results are the same.
+`full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, take some fifty kernel launches.
+Here each list, over rows or columns, takes one launch, and the work takes two launches, and a sort if there are many
+items. The results are the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
 _ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
-# `columns_full_first` searches every row for every column. In a larger and sparser mask most columns are missing in
-# most rows, and sorting the entries takes less time. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of
-# the limit on pairs. A program searches its pattern's rows one chunk after another, hence the limit on rows.
+# `columns_full_first` searches every row for every column; in a larger and sparser mask sorting takes less time. A
+# program searches its pattern's rows one chunk after another, hence the limit on rows.
 _MOST_PAIRS, _MOST_ROWS = 1 << 26, 4096
 
 
@@ -57,8 +56,8 @@ def columns_full_first(
 ) -> TileLists:
     """`full_first` of `csr.columns_of` in one launch, with a program for every few columns of a pattern.
 
-    blocks: the numbers of block rows and columns. Nothing is sorted. A binary search finds how many entries of a row
-    come before a column, and the sum over all rows is the start of the column's list.
+    blocks: the numbers of block rows and columns. A binary search finds how many entries of a row come before a column;
+    the sum over all rows is the start of the column's list.
     """
     (rows, columns), device = blocks, index.device
     lists, room = (len(indptr) - 1) // rows * columns, len(index) + 1

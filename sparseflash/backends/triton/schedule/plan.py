@@ -1,9 +1,8 @@
 """The execution plan: which tiles each program of a kernel processes, and the order in which programs start.
 
-The plan is made once per mask and cached with it. A small mask that came from the host is planned on the host and the
-plan is copied, because launching the operations on a GPU would take longer. Other masks are planned on the device. A
-dynamic mask is planned without synchronisation, on a GPU by the kernels of fused.py. For other masks, the host may read
-the lengths of the lists once, to cut lists that are too long (see splits.py).
+Made once per mask and cached with it. A small mask from the host is planned there, because launching the operations on
+a GPU would take longer; others on the device, a dynamic mask without synchronisation, on a GPU by the kernels of
+fused.py. Otherwise the host may read the lengths of the lists once, to cut lists that are too long (splits.py).
 """
 
 from __future__ import annotations
@@ -200,8 +199,8 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
         raise ValueError("all arrays of a mask must be given")
     blocks = (problem.block_q, problem.block_k)
     row_blocks, col_blocks = [-(-n // b) for n, b in zip(tokens, blocks, strict=True)]
-    # The cache, an attribute of the tensor `indices`, will hold the lists. So the lists must not hold either of them:
-    # the reference cycle would keep all alive.
+    # The cache, an attribute of the tensor `indices`, will hold the lists, so the lists must hold neither: the cycle
+    # would keep all alive.
     indices, may_wait = indices.detach(), cache.may_wait
     # The words on the device, not the host's copy.
     own_words = aligned_start(words if problem.words is None else problem.words)

@@ -1,8 +1,8 @@
 """Split-K: decides which work items are cut into chunks, and makes the resulting items.
 
 An item far longer than the rest (the row or column of a global token) would still be running when all others are done.
-Its list is cut into chunks of nearly equal length. Each chunk is an item and writes partial results to a workspace;
-`device_functions/combine.py` merges them in the order of the list.
+Its list is cut into nearly equal chunks; each is an item that writes partial results, which
+`device_functions/combine.py` merges in the order of the list.
 
 The cuts of a row depend only on the rows of the same (batch element, head), so a row has the same bits in every batch.
 """
@@ -22,18 +22,17 @@ class SplitRule(NamedTuple):
 
     The constants were measured on an H100, and are used on all GPUs.
 
-    Programs start longest first. So with `mean = sum of lengths / slots` the last program ends at about `max(mean,
-    longest)`, and cutting can save at most a factor of `longest / mean`. Slots are the programs that run at a time, by
-    `resident_programs`. A row's bits must not depend on the number of heads and batch elements. So the model assumes
-    that a constant number of `heads` shares the slots: with fewer heads, rows are cut less than would be best, with
-    more heads, more.
+    Programs start longest first, so with `mean = sum of lengths / slots` the last ends at about `max(mean, longest)`,
+    and cutting saves at most a factor of `longest / mean`. Slots are the programs that run at a time, by
+    `resident_programs`. A row's bits must not depend on the number of heads and batch elements, so a constant number of
+    `heads` is assumed to share the slots.
 
-    A chunk costs about half a tile, to write and read its partial result. The merge is one more kernel of a few
-    microseconds, about two tiles. So no chunk is shorter than 16 tiles.
+    A chunk costs about half a tile, for its partial result; the merge about two tiles. So no chunk is shorter than 16
+    tiles.
 
-    If all lists have similar lengths (dense, causal) and there are only too few for all slots, cutting saves less than
-    the model predicts, because a program that has an SM to itself runs faster than one of two. In this case items are
-    cut only if most of the slots would be idle, as in attention of a few queries to very many keys.
+    If all lists have similar lengths and are only too few for all slots, cutting saves less, because a program that has
+    an SM to itself runs faster than one of two. Then items are cut only if most slots would be idle, as with few
+    queries and very many keys.
 
     Examples with 16,384 tokens: the number of chunks of the longest row, and the cost of the chunks of all rows, at
     most, as a share of the work
@@ -94,13 +93,12 @@ def cuts_of(
 ) -> Cuts | None:  # fmt: skip
     """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None if no item is.
 
-    tiles: the number of consecutive items that belong to one head. held: the tokens that the program of an item holds.
-    resident: the number of programs that an SM runs at a time. each: the number of tiles of every item, if it is the
-    same for all and known on the host. most: an upper bound of all sizes. total: the number of tiles of a head, if
-    known.
+    tiles: the consecutive items of one head. held: the tokens that the program of an item holds. resident: programs per
+    SM at a time. each: the number of tiles of every item, if the same for all and known on the host. most: an upper
+    bound of all sizes. total: tiles of a head, if known.
 
-    The result needs totals on the host. Unless `each` is given, they are copied from the device if `may_wait`; else no
-    item is cut. The copy is skipped if `most` and `total` already show that no item is cut.
+    The result needs totals on the host: from `each`, or copied from the device if `may_wait`, unless `most` and `total`
+    show that no item is cut; else no item is cut.
     """
     slots = rule.multiprocessors * resident // rule.heads
     shortest = -(-rule.shortest(held) // block)

@@ -1,14 +1,14 @@
 """The tilings of a mask: its own tiles, larger ones, or tiles gathered from several small blocks.
 
-Tensor cores need at least 64 rows in the tile that a program holds, and loops need at least 64 tokens per step. A mask
-of smaller blocks can be run in other tiles with the same live scores, which the bits of the tiles keep exact:
+Tensor cores need at least 64 rows in the tile that a program holds, and loops at least 64 tokens per step. A mask of
+smaller blocks can be run in other tiles with the same live scores, kept exact by bits:
 
 - larger tiles unite blocks in both directions; dead scores between the blocks are computed in vain;
 - gathered tiles unite blocks only over the tokens that a program holds; a step takes the next few live blocks of the
   list, wherever they are. No dead scores lie between these, but TMA cannot load them, so threads load with pointers.
 
-The best tiling depends on the positions of the blocks. In a window, larger tiles are nearly as full as small ones,
-whereas a random block is live in one row only. So the tiles of each tiling are counted, and the cheapest is used.
+Which is best depends on the positions of the blocks: in a window, larger tiles are nearly as full as small ones; a
+random block is live in one row only. So each tiling's tiles are counted, and the cheapest is used.
 
 Scores computed per live score, 16,384 tokens, 64 tokens held and 64 streamed, or 32 held:
 

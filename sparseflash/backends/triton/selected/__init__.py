@@ -9,6 +9,4 @@
 - `tiles`: the sizes of tiles.
 - `sizes`: what the kernels of one call share.
 - `api`: launches the forward, and says what the kernels refuse; `gradients`: launches the backward.
-
-May import `sparseflash.backends`, and of the Triton backend `device_functions` and what launches kernels.
 """

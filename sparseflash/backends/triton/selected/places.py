@@ -1,8 +1,7 @@
 """The place of each (token, query) of a chunk in a list sorted by token, then by query, without sorting.
 
 A bit says whether a query of the chunk has chosen a token. The place of a choice is the number of choices of earlier
-tokens, plus the number of earlier queries that have chosen this token. All numbers are integers, so the order in which
-programs set bits does not matter.
+tokens, plus the earlier queries that have chosen this token: integers, whatever the order in which programs set bits.
 """
 
 import triton

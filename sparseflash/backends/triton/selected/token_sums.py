@@ -2,7 +2,7 @@
 
     row(query, token) = sum over the heads of a group of  ds[head] q[head]  (+ p[head] dout[head] if keys are values)
 
-The rows lie in the order of `places`: those of a token one after another, by query. So the sums have a fixed order.
+The rows lie in the order of `places`: by token, then by query. So the sums have a fixed order.
 """
 
 import triton

@@ -62,8 +62,8 @@ def interpreted(
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
     lengths: int32 `[2, B]`, if not the mask's. backward: changes of its configuration. changes: score modifications;
-    the gradients of their tensors come after the others. most_filled: the share of live blocks of 64 up to which the
-    backward takes these as they are; None for that of the library.
+    the gradients of their tensors come after the others. most_filled: up to this share of live blocks of 64
+    the backward takes these as they are; None: the library's.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:

@@ -220,6 +220,22 @@ def test_kernels_assume_the_alignment_only_of_what_always_has_it():
 
 
 @pytest.mark.parametrize("may_wait", [True, False])
+def test_only_kernels_that_the_plan_starts_are_compiled_ahead(may_wait):
+    """Any other would count as new at every plan, whose rehearsal a CUDA graph refuses."""
+    mask = masks.causal(400, block=128)
+    with (
+        mock.patch.object(fused_plan, "compile_rehearsed") as compiled,
+        mock.patch.object(Launch, "start", autospec=True) as started,
+        mock.patch.object(torch.Tensor, "tolist", return_value=[4, 0, 0, 10, 4, 5]),
+    ):
+        fused_plan.backward_plan(
+            columns_of(mask), mask.indptr.diff(), mask.pattern, 1, 400, 400, programs=132, may_wait=may_wait
+        )
+    ahead, in_plan = compiled.call_args.args[0], [call.args[0] for call in started.call_args_list]
+    assert {id(each) for each in ahead} == {id(each) for each in in_plan} and len(ahead) == len(in_plan)
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
 def test_a_rehearsal_starts_what_the_plan_starts(may_wait):
     """With arguments that the compiler cannot tell from the plan's, or the plan would run kernels made for others."""
     rehearsed, started = [], []

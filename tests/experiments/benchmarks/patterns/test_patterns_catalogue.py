@@ -50,6 +50,7 @@ NO_PATTERN = {
     "per_head": "joins masks that exist",
     "pooled_scores": "gives scores, not a mask",
     "select_blocks": "gives lists of blocks, not a mask",
+    "with_text": "adds tokens to a mask that exists",
 }
 
 
