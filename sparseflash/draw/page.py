@@ -97,11 +97,12 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 body {{ font: 15px system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff; }}
-code {{ overflow-wrap: anywhere; }}
+code, h1 {{ overflow-wrap: anywhere; }}
 main {{ display: flex; flex-wrap: wrap; gap: 1.5em; align-items: flex-start; }}
 figure {{ display: inline-block; margin: 0 1em 1em 0; }}
 figcaption {{ text-align: center; }}
-canvas {{ cursor: crosshair; display: block; touch-action: none; }}
+#panels {{ max-width: 100%; }}
+canvas {{ cursor: crosshair; display: block; touch-action: none; max-width: 100%; }}
 table {{ border-collapse: collapse; font-size: 13px; max-width: 34em; }}
 th {{ text-align: left; font-weight: normal; color: #666; white-space: nowrap; }}
 th, td {{ padding: 0.2em 1em 0.2em 0; vertical-align: top; border-bottom: 1px solid #eee; }}

@@ -109,8 +109,9 @@ for (const panel of data.panels) {
     }
   };
   const place = event => {
-    const box = canvas.getBoundingClientRect();
-    return { x: (event.clientX - box.left - LEFT) / wide, y: (event.clientY - box.top - TOP) / high };
+    const box = canvas.getBoundingClientRect(), shrunk = canvas.width / box.width; // on a narrow screen
+    return { x: ((event.clientX - box.left) * shrunk - LEFT) / wide,
+      y: ((event.clientY - box.top) * shrunk - TOP) / high };
   };
   const move = (x, y) => {
     view.x = Math.min(Math.max(0, x), data.keys - view.w);
