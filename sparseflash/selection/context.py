@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from sparseflash.blockmask.arguments import check_at_least_one
 
@@ -80,6 +81,7 @@ class _Join(Function):
 
     @staticmethod
     @torch.compiler.disable(reason="collectives")  # type: ignore[untyped-decorator]
+    @once_differentiable  # a second derivative would lack the parts of the other ranks
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         context: Context = ctx.context
         before = [count if rank < context.rank else 0 for rank, count in enumerate(context.counts)]

@@ -34,6 +34,18 @@ def too_few(member):
         return str(error)
 
 
+def second_derivative(member, x):
+    """The error of a gradient of a gradient of joined rows."""
+    x = x.unsqueeze(1).to(member.device)
+    context = Context(x.shape[2], member.group)
+    mine = context.part(x, 2).clone().requires_grad_()
+    (found,) = torch.autograd.grad(context.joined(mine).square().sum(), mine, create_graph=True)
+    try:
+        found.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
 def repeats(member, layer, x, pull):
     """Whether a second call has the same bits."""
     (out, loss, found), (again, loss_again, found_again) = (part(member, layer, x, pull) for _ in range(2))

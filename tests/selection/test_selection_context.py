@@ -51,6 +51,11 @@ def test_a_call_on_several_ranks_repeats_to_the_bit(pool, kind):
     assert all(pool.run(3, in_processes.repeats, layer, x, pull))
 
 
+def test_second_derivatives_are_refused(pool):
+    found = pool.run(2, in_processes.second_derivative, sequence(40, 1))
+    assert all("once_differentiable" in error for error in found)
+
+
 def test_what_does_not_fit_a_context_is_refused(pool):
     layer, x = example_of("MixtureOfBlocks"), sequence(40, 1)
     want = "x must have the 20 tokens of rank 0 of 2, as context.part(x) takes them; got 39."
