@@ -179,7 +179,8 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, halves, recompute) for _ in range(sizes.depth))
         self.norm = nn.LayerNorm(sizes.width, bias=False)
         self.initialize()
-        for block, attention in zip(self.blocks, self.attentions, strict=True):
+        # `bench` gives the attentions later.
+        for block, attention in zip(self.blocks, self.attentions or [None] * sizes.depth, strict=True):
             if isinstance(attention, ChosenBlocks):
                 rotary = sizes.positions == "rotary"
                 block.choosing = attention.layer(sizes.width, sizes.heads, sizes.head_dim, rotary=rotary)
