@@ -147,9 +147,9 @@ def compiled(function: Callable[..., object]) -> Callable[..., object]:
 class LanguageModel(nn.Module):
     """Embedding, layers, norm and head.
 
-    attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling: "none"; "block": the two halves of
-    a layer around attention, one pair of graphs for all layers; "model": all layers and the last norm as one graph.
-    recompute: each layer from its input. shared: this process's tokens.
+    attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling:
+    "none"; "block": the two halves of a layer around attention, one pair of graphs for all layers; "model": all layers
+    and the last norm as one graph. recompute: each layer from its input. shared: this process's tokens.
     """
 
     def __init__(
