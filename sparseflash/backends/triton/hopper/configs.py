@@ -198,9 +198,9 @@ class DqConfig(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The thresholds from which these kernels were faster than the portable ones: experiments/results/tried/choice.csv.
+    """Where these kernels were measured faster than the portable ones: experiments/results/tried/choice.csv.
 
-    They are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
+    Limits are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
     the batch in any case.
     """
 
