@@ -64,7 +64,18 @@ from sparseflash.backends.triton.changes.hopper_backward_steps import (
     times_derivatives,
 )
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
-from sparseflash.backends.triton.hopper.backward_plan import (
+from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.hopper.gluon_api import (
+    accumulator,
+    async_add,
+    async_load,
+    async_store,
+    local_mma_wait,
+    reinterpret,
+)
+from sparseflash.backends.triton.hopper.record import heard, told
+from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
+from sparseflash.backends.triton.persistent.backward_plan import (
     ENTRY,
     ENTRY_CHAIN,
     ENTRY_RANK,
@@ -77,17 +88,6 @@ from sparseflash.backends.triton.hopper.backward_plan import (
     ITEM_NUMBER,
     ITEM_PART,
 )
-from sparseflash.backends.triton.hopper.configs import BLOCK
-from sparseflash.backends.triton.hopper.gluon_api import (
-    accumulator,
-    async_add,
-    async_load,
-    async_store,
-    local_mma_wait,
-    reinterpret,
-)
-from sparseflash.backends.triton.hopper.record import heard, told
-from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)

@@ -15,9 +15,7 @@ from sparseflash.backends.triton.changes.hopper import HopperRequest
 from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
-from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice, reason_of_tile
 from sparseflash.backends.triton.hopper.configs import BLOCK, BackwardShape, backward_config_for, used_of
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
@@ -34,6 +32,8 @@ from sparseflash.backends.triton.launch.launches import (
 )
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
+from sparseflash.backends.triton.persistent import fused_plan
+from sparseflash.backends.triton.persistent.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
