@@ -25,8 +25,8 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
     """int32 `[B, Hq, lists, top_k]`, as `lists_of_blocks`, for any `top_k`: some lists at a time."""
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     batch, heads, rows, _ = q.shape
-    block_n = max(of.span, columns_of_a_tile(q, of))
-    constants = constants_of(q, k, of, bounds, max(of.rows, 64 if block_n <= 128 else 32), block_n)
+    block_n = columns_of_a_tile(q, of)  # a longer block is multiplied in parts
+    constants = constants_of(q, k, of, bounds, max(of.rows, 64), block_n)
     index = torch.empty(batch * heads, of.lists, top_k, dtype=torch.int32, device=q.device)
     ordered = torch.empty_like(index)
     begins = torch.zeros(of.lists, dtype=torch.int32, device=q.device)
@@ -81,6 +81,7 @@ def block_scores_kernel(
 ):  # fmt: skip
     """Writes the scores of CANDIDATES blocks for the lists of a tile, of the `count` lists from `start` on."""
     LISTS: tl.constexpr = BLOCK_M // ROWS
+    PARTS: tl.constexpr = SPAN * CANDIDATES // BLOCK_N  # tiles of keys of a block
     program = tl.program_id(0)
     col_tile, program = program % col_tiles, program // col_tiles
     row_tile, batch_head = program % row_tiles, program // row_tiles
@@ -106,11 +107,14 @@ def block_scores_kernel(
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
     block = col_tile * CANDIDATES
-    found = scores_of_blocks(
-        q, k_ptr, row, first, last, position, begin, stop, block * SPAN, block, rows, cols, blocks, sinks, near,
-        column_tokens, factor, k_stride_n,
-        ROWS, SPAN, CAUSAL, DOCUMENTS, D, PADDED_D, BLOCK_M, BLOCK_N, CANDIDATES, PRECISION, FAR,
-    )  # fmt: skip
+    found = tl.full([LISTS, CANDIDATES], float("-inf"), tl.float32)
+    for part in range(0, PARTS):
+        of_part = scores_of_blocks(
+            q, k_ptr, row, first, last, position, begin, stop, block * SPAN + part * BLOCK_N, block, rows, cols, blocks,
+            sinks, near, column_tokens, factor, k_stride_n,
+            ROWS, SPAN, CAUSAL, DOCUMENTS, D, PADDED_D, BLOCK_M, BLOCK_N, CANDIDATES, PRECISION, FAR,
+        )  # fmt: skip
+        found = tl.maximum(found, of_part)
     each = block + tl.arange(0, CANDIDATES)
     to = (batch_head.to(tl.int64) * count + number)[:, None] * blocks + each[None, :]
     tl.store(scores_ptr + to, found, mask=(number < count)[:, None] & (each < blocks)[None, :])

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.device import capability_of, multiplies_in_tf32
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.fused.tile_scores import scores_of_blocks
@@ -52,7 +53,17 @@ def constants_of(q: Tensor, k: Tensor, of: Columns, bounds: Tensor | None, block
 
 def columns_of_a_tile(q: Tensor, of: Columns) -> int:
     """Columns that are multiplied at once."""
-    return min(128, max(64, of.span)) if q.shape[3] <= 128 and q.element_size() == 2 else 32
+    if q.shape[3] <= 128 and q.element_size() == 2:
+        return min(128, max(64, of.span))
+    return 16 if of.rows == 128 and q.shape[3] > 128 and q.element_size() == 4 else 32
+
+
+def fits(q: Tensor, of: Columns) -> bool:
+    """Whether a GPU's shared memory holds the queries and the keys of a tile."""
+    size = 6 if q.dtype == torch.float32 else q.element_size()  # full fp32 is three pieces of two bytes
+    tokens = max(of.rows, 64) + columns_of_a_tile(q, of)
+    needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
+    return needed <= architecture_of(capability_of(q.device)).shared_memory
 
 
 def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None) -> Tensor:

@@ -31,9 +31,13 @@ class KVCache:
             check_dtype(dtype)
         with torch.inference_mode(False):  # otherwise it could not be written to outside of inference mode
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
-            self.v = torch.zeros_like(self.k)
+            self.v = self._values()
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self.length = 0
+
+    def _values(self) -> Tensor:
+        """Room for the values, of as many features as the keys."""
+        return torch.zeros_like(self.k)
 
     @property
     def capacity(self) -> int:
@@ -55,9 +59,10 @@ class KVCache:
         batch, kv_heads, _, head_dim = self.k.shape
         wanted = [(batch, kv_heads, k.shape[2] if k.ndim == 4 else 0, x.shape[3]) for x in (self.k, self.v)]
         if [tuple(k.shape), tuple(v.shape)] != wanted:
-            shape = f"[{batch}, {kv_heads}, N, {head_dim}]"
+            shapes = dict.fromkeys(f"[{batch}, {kv_heads}, N, {dim}]" for dim in (head_dim, self.v.shape[3]))
             raise ValueError(
-                f"k and v must have shape {shape} to be added to this cache; got {list(k.shape)} and {list(v.shape)}."
+                f"k and v must have shape {' and '.join(shapes)} to be added to this cache; got {list(k.shape)} and "
+                f"{list(v.shape)}."
             )
         stop = self.length + k.shape[2]
         if stop > self.capacity:

@@ -27,10 +27,13 @@ class SelectionCache(KVCache):
         more: Mapping[str, tuple[int, int, int]], *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        self._value_dim = value_dim
         super().__init__(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
         with torch.inference_mode(False):
-            self.v = self.k.new_zeros(batch, kv_heads, capacity, value_dim)
             self.more = {name: self.k.new_zeros(batch, *shape) for name, shape in more.items()}
+
+    def _values(self) -> Tensor:
+        return self.k.new_zeros(*self.k.shape[:3], self._value_dim)
 
     def write(self, name: str, start: int, x: Tensor) -> Tensor:
         """Puts rows `x [B, H, n, F]` from `start` on, and returns the whole tensor."""

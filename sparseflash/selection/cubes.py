@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, integer
 from sparseflash.masks.documents import documents
 
 Shape = tuple[int, int, int]
@@ -92,9 +92,10 @@ def cubes_of(shapes: Sequence[Shape], texts: Sequence[int], cube: Shape, device:
 
 def shapes_of(shape: Shape | Sequence[Shape], text: int | Sequence[int], tokens: int) -> list[tuple[Shape, int]]:
     """The videos and the lengths of their texts. Raises ValueError unless they have this many tokens."""
-    given: list[object] = [shape] if len(shape) and not isinstance(shape[0], Sequence) else list(shape)
+    several = isinstance(shape, Sequence) and all(isinstance(each, Sequence) for each in shape)
+    given: list[object] = list(shape) if several else [shape]
     shapes = [checked_shape(each, "shape") for each in given]
-    texts = [int(each) for each in text] if isinstance(text, Sequence) else [int(text)] * len(shapes)
+    texts = [integer(each, "text", "tokens") for each in (text if isinstance(text, Sequence) else [text] * len(shapes))]
     if len(texts) != len(shapes) or min(texts, default=0) < 0:
         raise ValueError(f"text must be the tokens of text before each of {len(shapes)} videos; got {text}.")
     found = sum(t * h * w for t, h, w in shapes) + sum(texts)

@@ -59,6 +59,8 @@ class TokenSelection(IndexedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         if latent is not None:
+            if not isinstance(latent, Latent):
+                raise TypeError(f"latent must be selection.Latent or None; got {type(latent).__name__}.")
             if (kv_heads, head_dim, bias, qk_norm) != (1, None, False, False):
                 raise ValueError(
                     "kv_heads, head_dim, bias and qk_norm must not be given with latent: all heads read one latent "

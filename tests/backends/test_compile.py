@@ -181,6 +181,33 @@ def test_so_do_the_widest_heads_in_full_fp32(arch):
     assert done.stdout == found * (2 if arch >= 90 else 1)
 
 
+@pytest.mark.parametrize(("arch", "served"), [(80, 2), (86, 2), (90, 4)])
+def test_the_choice_of_blocks_fits_into_shared_memory(arch, served):
+    source = (
+        "from unittest import mock\n"
+        "import torch\n"
+        "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
+        "from sparseflash.backends.triton.architecture import architecture_of\n"
+        "from sparseflash.masks import fused, select_blocks\n"
+        "from sparseflash.masks.fused import block_scores, select\n"
+        "def write(scores, begins, stops, index, start): index.fill_(-1)\n"
+        "served = 0\n"
+        f"with compiling_for({arch}, assemble=False) as compiled, mock.patch.object(fused, '_DEVICES', ['cpu']), (\n"
+        "    mock.patch.object(block_scores, 'write_largest', write)), (\n"
+        f"    mock.patch.object(select, 'capability_of', lambda device: divmod({arch}, 10))):\n"
+        "    for dtype in (torch.float32, torch.bfloat16):\n"
+        "        for top_k in (4, 130):\n"
+        "            q, k = (torch.zeros(1, 1, n, 256, dtype=dtype) for n in (256, 1024))\n"
+        "            select_blocks(q, k, top_k=top_k, span=256, block_q=128)\n"
+        f"most = architecture_of(divmod({arch}, 10)).shared_memory\n"
+        "assert all(kernel.metadata.shared <= most for _, kernel in compiled), compiled\n"
+        "print(len(compiled))"
+    )
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{served}\n"
+
+
 def test_every_architecture_of_a_run_has_kernels_of_its_own():
     found = reports(*TWO_ARCHITECTURES)
     assert [r["arch"] for r in found] == [80] * 3 + [90] * 6

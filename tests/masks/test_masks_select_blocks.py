@@ -87,6 +87,7 @@ def test_the_best_blocks_are_those_of_the_formula(
 @example("kernels", [3, 2], 1, (1, 2, 1), (64, 1), 3, "max", True, 1, 1, 0)  # a document begins in a later tile
 @example("kernels", [1, 2, 1], 0, (1, 2, 1), (4, 16), 9, "mean", True, 0, 0, 0)  # one mean of queries a list
 @example("kernels", [0, 1], 0, (1, 2, 1), (4, 16), 130, "max", False, 1, 0, 0)  # long lists of blocks of queries
+@example("kernels", [2, 1], 70, (1, 2, 1), (256, 64), 130, "max", True, 1, 1, 0)  # long blocks, in parts
 def test_no_query_chooses_blocks_of_another_sequence(
     way, sizes, rest, heads, blocks, top_k, reduce, causal, sinks, near, seed
 ):

@@ -44,6 +44,8 @@ def test_what_latent_attention_does_not_have_is_refused():
     for given in ({"kv_heads": 2}, {"head_dim": 16}, {"bias": True}, {"qk_norm": True}):
         with pytest.raises(ValueError, match="kv_heads, head_dim, bias and qk_norm must not be given with latent: all"):
             selection.TokenSelection(WIDTH, 4, latent=sizes, **given)
+    with pytest.raises(TypeError, match=r"latent must be selection\.Latent or None; got tuple\."):
+        selection.TokenSelection(WIDTH, 4, latent=(12, 6, 8, 8, 16))
     with pytest.raises(ValueError, match="rotary must be for heads of 6 features; it is for 18"):
         selection.TokenSelection(WIDTH, 4, latent=sizes, rotary=nn.Rotary(18))
     with pytest.raises(ValueError, match=r"latent\.rank must be at least 1; got 0"):

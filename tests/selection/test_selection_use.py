@@ -197,6 +197,9 @@ def test_arguments_that_a_layer_does_not_have_are_refused_with_what_to_do():
     with pytest.raises(TypeError, match=r"cache must be a SelectionCache, as layer\.new_cache makes it; got KVCache"):
         layer(x, cache=nn.KVCache(1, 2, 50, 16))
     assert isinstance(cache, SelectionCache) and cache.length == 0
+    wide = SelectionCache(1, 2, 10, 16, 8, {})
+    with pytest.raises(ValueError, match=r"k and v must have shape \[1, 2, N, 16\] and \[1, 2, N, 8\] to be added"):
+        wide.append(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
 
 
 def test_a_video_layer_refuses_what_it_does_not_have():
@@ -210,6 +213,11 @@ def test_a_video_layer_refuses_what_it_does_not_have():
     for text in ([3, 4], -1):
         with pytest.raises(ValueError, match=r"text must be the tokens of text before each of 1 videos; got "):
             layer(x, VIDEO, text=text)
+    for text in (3.9, [3.9], True, "3"):
+        with pytest.raises(TypeError, match="text must be an integer number of tokens; got "):
+            layer(x, VIDEO, text=text)
+    with pytest.raises(ValueError, match="shape must be three numbers, frames, rows and columns; got 90"):
+        layer(x, 90)
     with pytest.raises(ValueError, match=r"shape must be three numbers, frames, rows and columns; got \(90, 1\)"):
         layer(x, [(90, 1)])
     for name, remedy in (
@@ -256,6 +264,15 @@ def test_a_gpu_trains_a_layer_in_half_precision_at_the_papers_sizes(kind):
     x = torch.randn(1, 4096, 512, device="cuda", dtype=torch.bfloat16)
     found, again = run(layer, x, x), run(layer, x, x)
     assert all(value.isfinite().all() and torch.equal(value, again[name]) for name, value in found.items())
+
+
+def test_a_video_is_trained_after_inference():
+    layer, x = video_layer(), sequence(5 + 72, 1)  # a shape that no other test has
+    with torch.inference_mode():
+        want = layer(x, (2, 4, 9), text=5)
+    got = layer(x, (2, 4, 9), text=5)
+    got.sum().backward()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.gpu
