@@ -137,7 +137,7 @@ def attention_varlen(
             raise ValueError(f"{name} must be a tensor of packed tokens, [tokens, heads, head dim]; got {shown}.")
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be given unless q, k and v are nested tensors; got None.")
-    mask, q_len, k_len, changes = _mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device, scores)
+    mask, q_len, k_len, changes = mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device, scores)
     for name, got, want in (("q", q.shape[0], q_len), ("k", k.shape[0], k_len)):
         if got != want:
             raise ValueError(f"cu_seqlens_{name} must end with the number of tokens of {name}, {got}; got {want}.")
@@ -215,7 +215,7 @@ def varlen_mask(
 
     The arguments are the same as for `attention_varlen`. The mask is cached by lengths and pattern.
     """
-    mask: BlockMask | None = _mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
+    mask: BlockMask | None = mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
     if mask is None:
         raise ValueError("cu_seqlens must be of at least one query and one key to make a mask; got none.")
     return mask
@@ -225,11 +225,15 @@ def varlen_mask(
     reason="lengths are read on the host. Call varlen_mask outside and attention with its mask, or compile without "
     "fullgraph=True."
 )
-def _mask_and_scores(
+def mask_and_scores(
     cu_seqlens_q: Any, cu_seqlens_k: Any, pattern: Pattern | None, block: Block, device: torch.device | str,
     scores: Scores | Change | None = None,
 ) -> tuple[BlockMask | None, int, int, Scores | None]:  # fmt: skip
-    """`(mask, queries, keys, score modifications)` of all sequences together; no mask without a query or a key."""
+    """`(mask, queries, keys, score modifications)` of all sequences together; no mask without a query or a key.
+
+    >>> mask_and_scores([0, 5], [0, 0], None, 128, "cpu")
+    (None, 5, 0, None)
+    """
     with contents_when_faking():
         q_sums = running_sums(cu_seqlens_q, "cu_seqlens_q")
         k_sums = q_sums if cu_seqlens_k is None else running_sums(cu_seqlens_k, "cu_seqlens_k")

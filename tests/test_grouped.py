@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -173,6 +175,18 @@ def test_functions_of_rows_are_recorded_once():
     known = len(_functions)
     compiled(q, k)
     assert len(_functions) == known
+
+
+def test_functions_of_rows_do_not_keep_tensors():
+    q, k = (torch.randn(1, n, 10, 16, generator=generator(0)) for n in (4, 2))
+
+    def called():
+        table = torch.randn(1, 4, 10, 10, generator=generator(1))
+        change = scores.function(lambda score, b, h, q, k, table: score + table[b, h, q, k], table)
+        selected_attention(q, k, k, INDEX[:, :, :1], scores=change, backend="blockwise")
+        return weakref.ref(table)
+
+    assert called()() is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sparseflash.interop.tokens_first import check_window
 from sparseflash.masks.causal import causal as causal_mask
 from sparseflash.masks.local import local
 from sparseflash.pattern import Pattern
-from sparseflash.varlen import varlen_mask
+from sparseflash.varlen import mask_and_scores
 
 Window = tuple[int | None, int | None]
 
@@ -42,17 +42,15 @@ def packed_attention(
     pattern: Pattern | None = None if left is right is None else _Within(left, right, block)
     if (left, right) == (None, 0):
         pattern = _causal(block)
-    mask = None
-    if len(q) and len(k):
-        mask = varlen_mask(cu_seqlens_q, cu_seqlens_k, pattern, block=block, device=q.device)
-    padding = 0
-    if mask is not None and (mask.q_len, mask.k_len) != (len(q), len(k)):
-        if mask.q_len > len(q) or mask.k_len > len(k):
-            raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}, or before "
-                f"padding; got {mask.q_len} and {mask.k_len}."
-            )
-        padding, q, k, v = len(q) - mask.q_len, q[: mask.q_len], k[: mask.k_len], v[: mask.k_len]
+    mask, q_stop, k_stop, _ = mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device)
+    if q_stop > len(q) or k_stop > len(k):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}, or before "
+            f"padding; got {q_stop} and {k_stop}."
+        )
+    padding = len(q) - q_stop
+    if (q_stop, k_stop) != (len(q), len(k)):
+        q, k, v = q[:q_stop], k[:k_stop], v[:k_stop]
     changes = score_changes(softcap, learnable_sink)
     if alibi_slopes is not None:
         changes = changes + alibi_of_sequences(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k)

@@ -80,6 +80,8 @@ class _Rule(NamedTuple):
 
     def made(self, own: Function | None) -> Function:
         """own: the user's function, which gets the changed score, the head, and the positions of query and key."""
+        # Not `own` itself, whose tensors would stay in memory with the function.
+        own_change, own_slope = (None, None) if own is None else (own.function, own.derivative)
 
         def places(h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
             row = q % self.rows
@@ -99,16 +101,18 @@ class _Rule(NamedTuple):
             given = list(tensors)
             row, query, key = places(h, q, k, given)
             score = added(score, h, row, query, key, given)
-            return score if own is None else own.function(score, b, h * self.group + row, query, key, *given)
+            if own_change is None:
+                return score
+            return own_change(score, b, h * self.group + row, query, key, *given)
 
         def slope(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            assert own is not None and own.derivative is not None
+            assert own_slope is not None
             given = list(tensors)
             row, query, key = places(h, q, k, given)
             score = added(score, h, row, query, key, given)
-            return own.derivative(score, b, h * self.group + row, query, key, *given)
+            return own_slope(score, b, h * self.group + row, query, key, *given)
 
-        return function(change, derivative=None if own is None or own.derivative is None else slope)
+        return function(change, derivative=None if own_slope is None else slope)
 
 
 def _of_places(

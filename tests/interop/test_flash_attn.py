@@ -243,6 +243,17 @@ def test_tokens_past_the_packed_sequences_are_padding(slopes):
         assert torch.equal(a, b) and not a[35:].any()
 
 
+@pytest.mark.parametrize(("lengths", "k_lengths"), [([0, 0], [20, 15]), ([13, 20], [0, 0]), ([0, 0], [0, 0])])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 3)}, {"alibi_slopes": torch.ones(2, 4)}])
+def test_all_tokens_may_be_padding(lengths, k_lengths, options):
+    inputs = drawn((50, 4, 16), (45, 2, 16), (45, 2, 16))
+    out, lse = flash_attn_varlen_func(
+        *inputs, sums_of(lengths), sums_of(k_lengths), 20, 25, return_lse=True, block=16, **options
+    )  # fmt: skip
+    assert out.shape == (50, 4, 16) and not out.any() and bool((lse == -torch.inf).all())
+    assert not any(x.any() for x in torch.autograd.grad(out.sum(), inputs))
+
+
 @pytest.mark.parametrize("new", [(3, 3), (2, 9)])
 def test_packed_queries_read_pages(new):
     generator = torch.Generator().manual_seed(0)

@@ -76,7 +76,8 @@ class DepthwiseConvolution(nn.Module):
     def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """x: [B, N, W]. live: bool [B, N, 1], False at padding, which no token reads; None without padding."""
         known = x if live is None else x.masked_fill(~live, 0)
-        reach, axes = self.reach, (1,)
+        reach = self.reach
+        axes: tuple[int, ...] = (1,)
         if self.side is not None:
             known, axes = known.unflatten(1, (self.side, self.side)), (1, 2)
         padded = F.pad(known, (0, 0, *(reach, reach) * len(axes)))

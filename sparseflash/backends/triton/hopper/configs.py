@@ -57,6 +57,21 @@ class Shape:
     LOADER_REGISTERS: int
 
 
+@dataclass(frozen=True)
+class BackwardShape:
+    """The tiles and buffers of the backward kernel: its compile-time argument SHAPE."""
+
+    D: int  # channels of tiles
+    USED: int  # channels of queries and keys that may not be 0, in two pieces
+    REST: int
+    V_USED: int  # the same of values
+    V_REST: int
+    ROWS: int  # queries of a step, 64 or 128
+    Q_STAGES: int
+    DOUT_STAGES: int
+    REGISTERS: int
+
+
 class Config(NamedTuple):
     """The tuning parameters of the forward kernel."""
 
