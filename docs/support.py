@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.prepared_call import setting_of
+from sparseflash.backends.triton.versions import MEASURED
 from sparseflash.dropout import Dropout, threshold
 from sparseflash.scores.change import Change, Scores
 from sparseflash.validation import prepared_scores
@@ -61,6 +64,36 @@ def asked(
     reasons = {reason[0].upper() + reason[1:]: None for each in decisions for reason in each.refusals.values()}
     forward, backward = (named(each.family.name if each.family else None) for each in decisions)
     return forward, backward, "<br>".join(reasons)
+
+
+@contextmanager
+def under(triton: tuple[int, int]) -> Iterator[None]:
+    """With the answers of a process with this Triton, whichever is installed, which compiles kernels."""
+    with (
+        mock.patch.object(support, "triton_version", lambda: triton),
+        mock.patch.object(support, "is_interpreted", lambda: False),
+    ):
+        yield
+
+
+def asked_of_all(**arguments: Any) -> tuple[str, str, str]:
+    """`asked` of every measured Triton: the answers of the oldest, and those that follow."""
+    found = {}
+    for each in MEASURED:
+        with under(each.triton):
+            found[each.triton] = asked(**arguments)
+
+    def kernels(number: int) -> str:
+        said: list[str] = []
+        before = None
+        for (major, minor), answer in found.items():
+            if answer[number] != before:
+                said.append(f"from Triton {major}.{minor} {answer[number]}" if said else answer[number])
+            before = answer[number]
+        return ", ".join(said)
+
+    reasons = dict.fromkeys(reason for *_, text in found.values() for reason in text.split("<br>") if reason)
+    return kernels(0), kernels(1), "<br>".join(reasons)
 
 
 def named(family: str | None) -> str:
@@ -186,7 +219,7 @@ def by_row(options: dict[str, dict[str, Any]], title: str) -> str:
     """A table with a row for each set of arguments of `explain`."""
     body = []
     for name, arguments in options.items():
-        found = [asked(**arguments, dims=(dim, dim)) for dim in (128, 64)]
+        found = [asked_of_all(**arguments, dims=(dim, dim)) for dim in (128, 64)]
         reasons = dict.fromkeys(reason for *_, text in found for reason in text.split("<br>") if reason)
         reasons = [re.sub("^They ", "Hopper kernels ", re.sub("; got .*", "", reason)) for reason in reasons]
         body.append([name, *(kernels for each in found for kernels in each[:2]), "<br>".join(reasons)])
@@ -234,13 +267,9 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """The page with regenerated tables, with the answers of a process that compiles kernels."""
-    interpreted = support.is_interpreted
-    support.is_interpreted = lambda: False
-    try:
+    """The page with regenerated tables. Where a table does not name a Triton, its answers hold for the newest."""
+    with under(MEASURED[-1].triton):
         return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
-    finally:
-        support.is_interpreted = interpreted
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ SMALL = {
     "gpt-oss": GROUPED,
 }
 MODELS = {shape.name: replace(shape, small=SMALL[shape.name]) for shape in SHAPES if shape.name in SMALL}
-MODELS["vit"] = Shape(
-    "vit", "images of 257 tokens", "ViTForImageClassification", "ViTConfig",
-    SIZES | {"image_size": 64, "patch_size": 4}, {}, 0, 2,
+MODELS["vit"] = Shape(  # images of 257 tokens
+    "vit", model="ViTForImageClassification", config="ViTConfig", settings=SIZES | {"image_size": 64, "patch_size": 4},
+    small={}, tokens=0, batch=2,
 )  # fmt: skip
 # Warnings of these packages about themselves are not ours to fix.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]

@@ -9,7 +9,7 @@ from functools import cache
 from docs.figures.store import ROOT, Stored
 
 _TRITON = "sparseflash/backends/triton"
-_KERNELS = (f"{_TRITON}/portable", f"{_TRITON}/hopper")
+_KERNELS = (f"{_TRITON}/portable", f"{_TRITON}/hopper", f"{_TRITON}/persistent")
 _LAUNCH = (f"{_TRITON}/launcher.py", f"{_TRITON}/dispatch.py", f"{_TRITON}/api.py")
 # By benchmark, or by file: the paths whose change makes its figures old.
 KERNELS_OF: dict[str, tuple[str, ...]] = {

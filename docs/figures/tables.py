@@ -140,6 +140,15 @@ TABLES = {
         {"16,384 tokens": "recall/16384/right-answers/{row}", "256 tokens": "recall/256/right-answers/{row}"},
         "", "right answers", note="± is the standard deviation of three runs; a figure without ± is one run.",
     ),
+    "ideas": Table(
+        {"`NativeSparseAttention`": "NSA", "`MixtureOfBlocks`": "MoBA", "`BlockSelection`": "MSA",
+         "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"},
+        {f"{tokens:,} tokens, {label}":
+             f"selection/{{row}}/{tokens}/{passed}/sdpa / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
+         for tokens in (8192, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
+        "", "speed over dense attention's (SDPA)", "not run",
+        "Attention of the layer alone in its paper's sizes, its choice included, with random inputs.",
+    ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
         {"portable kernels": "worst/triton", "Hopper kernels": "worst/hopper",

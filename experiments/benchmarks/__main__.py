@@ -23,7 +23,9 @@ def module_of(name: str) -> str:
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name == "show":
+    if name in ("--help", "-h"):
+        print(f"{__doc__}\n\nBenchmarks, each with a --help of its own: {', '.join(names())}")
+    elif name == "show":
         from experiments.benchmarks.harness import table
         from experiments.measurements import read
 

@@ -18,6 +18,7 @@ from experiments.lm import flops, patterns
 from experiments.lm.cases import Case
 from experiments.lm.config import Config, configure
 from experiments.lm.model.attention import Attention, attention_over
+from experiments.lm.model.chosen import Choosing
 from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
 from experiments.training.clock import synchronize
@@ -121,7 +122,7 @@ def _measure_model(
             if time.monotonic() > deadline:
                 _skip([row])
                 continue
-            attentions = _prepare(row, config, device)
+            attentions = _prepare(row, model, config, device)
             if attentions is not None and _first(row, model, attentions, kinds[row.case.recorded], tokens, say):
                 prepared.append((row, attentions))
         for _ in range(options.rounds):
@@ -148,8 +149,11 @@ def _skip(rows: Sequence[Row]) -> None:
         row.failure = "out of time"
 
 
-def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] | None:
-    """One object for each mask; None if the implementation does not support the mask."""
+def _prepare(row: Row, model: LanguageModel, config: Config, device: torch.device) -> list[Attention] | None:
+    """One object for each mask; None if the implementation does not support the mask.
+
+    Layers that choose blocks are apart from the model, whose optimizer does not know the few weights of their choice.
+    """
     case, sizes = row.case, config.sizes
     masks = patterns.of_layers(
         case.pattern, sizes.depth, sizes.heads, case.context, window=config.window, block=config.block
@@ -165,7 +169,8 @@ def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] 
     except (ValueError, torch.OutOfMemoryError) as error:
         row.failure = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error)
         return None
-    return [made[id(mask)] for mask in masks]
+    attentions = [model.made(made[id(mask)]) for mask in masks]
+    return [each.to(device) if isinstance(each, Choosing) else each for each in attentions]
 
 
 def _first(

@@ -40,7 +40,7 @@ def mask_mod_of(mask: BlockMask) -> Rule | None:
 
 
 def _first_that_says(mask: BlockMask, rules: Iterable[Rule]) -> Rule | None:
-    """The first rule with which compiled FlexAttention computes the mask, which has no lengths."""
+    """The first rule that makes compiled FlexAttention compute the mask, which has no lengths."""
     flex = interop.to_flex(mask, mask_mod=noop_mask)
     batch, heads = mask.shape[:2]
     for rule in rules:

@@ -76,7 +76,7 @@ class _SeqLenInfo(NamedTuple):
 
 
 class _Diagonal(AttentionBias):
-    """Sequences that lie one behind the other, each of which sees its own keys."""
+    """Sequences that lie one behind the other and see their own keys."""
 
     def __init__(
         self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo, window: tuple[int, int] | int | None = None

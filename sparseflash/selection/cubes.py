@@ -1,4 +1,4 @@
-"""Where the tokens of videos lie in cube order, and those of texts before them."""
+"""Where the tokens of videos lie in cube order, and the tokens of texts before them."""
 
 from __future__ import annotations
 

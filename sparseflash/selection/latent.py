@@ -13,7 +13,7 @@ from sparseflash.selection.layer import normalised
 
 
 class Latent(NamedTuple):
-    """Sizes of multi-head latent attention; by default those of DeepSeek-V3.
+    """Sizes of multi-head latent attention; by default DeepSeek-V3's.
 
     rank, query_rank: features of the latent vectors of keys and values, and of queries. rotated, plain: features of a
     head's query that are rotated, and that are not. value: features of a head's value.

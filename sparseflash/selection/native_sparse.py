@@ -46,7 +46,7 @@ class NativeSparseAttention(SelectionLayer):
         compression, stride: l and d. The stride divides both kinds of blocks.
         window: w.
         first, last: blocks that are always chosen, of the beginning and up to the query's own.
-        value_dim: features of a value; by default those of a key. The paper has 128 and 192.
+        value_dim: features of a value; by default as of a key. The paper has 128 and 192.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 

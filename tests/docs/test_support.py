@@ -18,6 +18,14 @@ def test_the_page_has_the_answers_of_the_library():
     assert told.written(page) == page, "python -m docs.support rewrites the tables"
 
 
+def test_the_page_does_not_depend_on_the_installed_triton(monkeypatch):
+    page = told.PAGE.read_text(encoding="utf-8")
+    for version in ((3, 6), (3, 9)):
+        monkeypatch.setattr(support, "triton_version", lambda version=version: version)
+        assert told.written(page) == page
+    assert "| portable, from Triton 3.8 **Hopper** |" in page
+
+
 def test_the_page_shows_every_table():
     shown = [name for _, name, _ in told.TABLE.findall(told.PAGE.read_text(encoding="utf-8"))]
     assert sorted(shown) == sorted(told.TABLES)

@@ -78,14 +78,16 @@ _LIBRARY = {
     "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/hopper:device backends/triton/hopper/learned.py "
-    "backends/triton/launch backends/triton/schedule blockmask scores",
+    "backends/triton/launch backends/triton/persistent backends/triton/schedule blockmask scores",
     # What score modifications need on Hopper: for their device functions, and for the sums of their gradients.
     "backends/triton/hopper:device": "backends/triton:choosing backends/triton:launching "
     "backends/triton/device_functions backends/triton/launch blockmask",
-    "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
+    "backends/triton/hopper/learned.py": "backends/triton/persistent "
+    "backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
     "backends/triton/kernel_check.py": "attention.py backends backends/triton backends/triton/hopper "
     "backends/triton/hopper:device blockmask scores testing",
+    "backends/triton/persistent": "backends/triton:launching backends/triton/schedule blockmask",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
     "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",

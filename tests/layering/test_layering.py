@@ -122,7 +122,7 @@ def test_a_part_may_import_only_what_it_does(row):
         ("experiments.benchmarks.io", "from experiments.benchmarks.speed import cases"),
         ("sparseflash.backends.problem", "from sparseflash.backends import blockwise"),
         ("sparseflash.backends.blockwise_tiles", "from sparseflash.backends.cached import rows_of"),
-        ("sparseflash.backends.triton.hopper.plan", "from sparseflash.backends.triton import dispatch"),
+        ("sparseflash.backends.triton.persistent.plan", "from sparseflash.backends.triton import dispatch"),
         ("sparseflash.backends.triton.portable.forward", "from sparseflash.backends.triton.hopper import forward"),
         ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.hopper import plan"),
         ("sparseflash.backends.triton.decode.api", "from sparseflash.backends.triton.schedule import plan"),

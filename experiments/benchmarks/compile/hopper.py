@@ -13,7 +13,8 @@ from experiments.benchmarks.compile.changes import change
 from experiments.benchmarks.compile.without_gpu import NoDevice
 from sparseflash import BlockMask, clear_caches, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton.hopper import choices, cuts, passes, plan
+from sparseflash.backends.triton.hopper import choices, passes
+from sparseflash.backends.triton.persistent import cuts, plan
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.scores.change import PAIRS, Scores, Sizes
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import sparseflash
-from experiments.lm.model.chosen import ChosenBlocks
+from experiments.lm.model.chosen import Choosing, ChosenBlocks
 from sparseflash import BlockMask, interop, masks
 
 IMPLEMENTATIONS = ("sparseflash", "sdpa", "flex")
 LONGEST_DENSE_MASK = 32_768  # SDPA's mask has a byte for every score, its copies in the kernels two
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor] | ChosenBlocks
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor] | ChosenBlocks | Choosing
 
 
 def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Attention:

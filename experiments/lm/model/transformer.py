@@ -97,10 +97,10 @@ class Block(nn.Module):
         """Without recomputation."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
-        if isinstance(attention, ChosenBlocks):
-            assert self.choosing is not None
-            out = self.choosing(norm(x, self.attention_norm.weight).unflatten(0, (batch, -1)), q, k, v)
+        if isinstance(attention, Choosing):
+            out = attention(norm(x, self.attention_norm.weight).unflatten(0, (batch, -1)), q, k, v)
         else:
+            assert not isinstance(attention, ChosenBlocks), "see LanguageModel.made"
             out = attention(q, k, v)
         mixed = out.transpose(1, 2).reshape(x.shape)
         weights = (self.out.weight, self.mlp_norm.weight, self.up.weight, self.down.weight)
@@ -147,9 +147,9 @@ def compiled(function: Callable[..., object]) -> Callable[..., object]:
 class LanguageModel(nn.Module):
     """Embedding, layers, norm and head.
 
-    attentions: of each layer. dtype: of the residual stream and products. compiling: "none"; "block": the two halves of
-    a layer around attention, one pair of graphs for all layers; "model": all layers and the last norm as one graph.
-    recompute: each layer from its input. shared: this process's tokens.
+    attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling:
+    "none"; "block": the two halves of a layer around attention, one pair of graphs for all layers; "model": all layers
+    and the last norm as one graph. recompute: each layer from its input. shared: this process's tokens.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class LanguageModel(nn.Module):
         shared: SharedContext | None = None,
     ) -> None:
         super().__init__()
-        self.sizes, self.attentions, self.dtype, self.shared = sizes, tuple(attentions), dtype, shared
+        self.sizes, self.dtype, self.shared = sizes, dtype, shared
         halves, self.run = Halves(), self.trunk
         if compiling == "block":
             halves = Halves(compiled(before_attention), compiled(after_attention))  # type: ignore[arg-type]
@@ -179,10 +179,17 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes, halves, recompute) for _ in range(sizes.depth))
         self.norm = nn.LayerNorm(sizes.width, bias=False)
         self.initialize()
-        for block, attention in zip(self.blocks, self.attentions, strict=True):
-            if isinstance(attention, ChosenBlocks):
-                rotary = sizes.positions == "rotary"
-                block.choosing = attention.layer(sizes.width, sizes.heads, sizes.head_dim, rotary=rotary)
+        self.attentions = tuple(self.made(attention) for attention in attentions)
+        for block, attention in zip(self.blocks if attentions else (), self.attentions, strict=True):
+            if isinstance(attention, Choosing):
+                block.choosing = attention
+
+    def made(self, attention: Attention) -> Attention:
+        """Itself, or a new layer with weights for blocks that are chosen."""
+        if not isinstance(attention, ChosenBlocks):
+            return attention
+        sizes = self.sizes
+        return attention.layer(sizes.width, sizes.heads, sizes.head_dim, rotary=sizes.positions == "rotary")
 
     def initialize(self) -> None:
         """GPT-2's: projections into the residual stream start smaller."""
@@ -228,14 +235,15 @@ class LanguageModel(nn.Module):
         """
         if self.shared is not None:
             ids, labels = self.shared.scatter(ids), self.shared.scatter(labels)
-        features = self.features(ids, attentions or self.attentions)
+        attentions = attentions or self.attentions
+        features = self.features(ids, attentions)
         if each:
             found = token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
             return found if self.shared is None else self.shared.gather(found)
         loss = mean_loss(features, self.embedding.weight, labels.flatten())
         if self.training and torch.is_grad_enabled():
-            for block in self.blocks:
-                if block.choosing is not None and (taught := block.choosing.loss) is not None:
+            for attention in attentions:
+                if isinstance(attention, Choosing) and (taught := attention.loss) is not None:
                     loss = loss + (taught - taught.detach())  # the value is the loss of the text alone
         return loss if self.shared is None else loss * self.shared.share
 

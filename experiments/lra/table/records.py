@@ -62,7 +62,8 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
     """The accuracy of each setting in percent: the mean of all its seeds, and their deviation."""
     found = []
     for each in accuracies:
-        run = each.folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
+        folder = each.folder.removesuffix(f"/seed{each.seeds}")  # of one run; several share the folder above
+        run = folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
         name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
         settings = {
             "seeds": each.seeds,

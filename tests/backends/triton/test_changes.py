@@ -152,7 +152,7 @@ def test_the_hopper_backward_has_room_for_the_numbers_of_every_change():
     ("kernel", "most"),
     [
         (hopper_forward, 37),
-        (hopper_backward, 42),
+        (hopper_backward, 38),
         (forward_kernel, 40),
         (dq_kernel, 45),
         (dk_dv_kernel, 43),

@@ -20,8 +20,9 @@ from sparseflash.backends.triton.changes.distance import distances
 from sparseflash.backends.triton.changes.pair_bias import pointers_of_pairs, strides_of_pairs
 from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper import backward_plan, support
+from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.launcher import Launch, Variant
+from sparseflash.backends.triton.persistent import backward_plan
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.limits import COUNT, FAR, MOST_TOKENS, is_near

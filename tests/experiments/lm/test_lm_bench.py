@@ -58,6 +58,14 @@ def test_rows_are_measured_with_graphs_and_without(monkeypatch, tmp_path):
     assert {"cpu dense sdpa", "cpu dense sdpa, recorded"} < lines(found, "tokens_per_s").keys()
 
 
+@pytest.mark.parametrize("kind", ["moba", "msa", "nsa"])
+def test_layers_that_choose_are_measured_beside_others(kind):
+    rows = rows_of(f"cpu:64:dense,{kind},local+{kind}:sparseflash")
+    assert [row.failure for row in rows] == 3 * [""]
+    assert all(len(row.rounds) == 2 for row in rows)
+    assert rows[1].density < rows[0].density
+
+
 def test_graphs_must_have_a_gpu():
     done = CliRunner().invoke(app, ["bench", "--case", "cpu:64:dense:sdpa", "--recorded", "--device", "cpu"])
     assert done.exit_code == 2 and "--recorded must have one process on a GPU" in done.stderr

@@ -69,7 +69,7 @@ def tell(CHANGES: gl.constexpr, changes, of_program, place, of_tokens, number_s,
 
 @gluon.jit
 def load_last(CHANGES: gl.constexpr, changes, buffers, step, kept):
-    """Starts loads after those of queries and dout, with mbarriers of their own."""
+    """Starts loads after the loads of queries and dout, with mbarriers of their own."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_last is not None:
             CHANGES.kinds[i].load_last(CHANGES, i, changes[i], buffers[i], step, kept[i])

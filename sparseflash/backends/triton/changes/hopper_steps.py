@@ -57,7 +57,7 @@ def load_last(
     CHANGES: gl.constexpr, changes, buffers, step, is_item, batch, head, first_q, first_k, GROUPS: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Starts loads after those of keys and values. They have one buffer for each warpgroup, which is freed last."""
+    """Starts loads after the loads of keys and values. They have one buffer for each warpgroup, which is freed last."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_last is not None:
             CHANGES.kinds[i].load_last(

@@ -64,7 +64,18 @@ from sparseflash.backends.triton.changes.hopper_backward_steps import (
     times_derivatives,
 )
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
-from sparseflash.backends.triton.hopper.backward_plan import (
+from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.hopper.gluon_api import (
+    accumulator,
+    async_add,
+    async_load,
+    async_store,
+    local_mma_wait,
+    reinterpret,
+)
+from sparseflash.backends.triton.hopper.record import heard, told
+from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
+from sparseflash.backends.triton.persistent.backward_plan import (
     ENTRY,
     ENTRY_CHAIN,
     ENTRY_RANK,
@@ -77,17 +88,6 @@ from sparseflash.backends.triton.hopper.backward_plan import (
     ITEM_NUMBER,
     ITEM_PART,
 )
-from sparseflash.backends.triton.hopper.configs import BLOCK
-from sparseflash.backends.triton.hopper.gluon_api import (
-    accumulator,
-    async_add,
-    async_load,
-    async_store,
-    local_mma_wait,
-    reinterpret,
-)
-from sparseflash.backends.triton.hopper.record import heard, told
-from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
@@ -390,6 +390,26 @@ def plus_weighted(x, weights, y_s, FIRST: gl.constexpr):
     return warpgroup_mma(weights, y_s, x, is_async=True)
 
 
+@gluon.constexpr_function
+def layout_of_products(columns, parts):
+    """The layout of products with this many columns by eight warps. parts: warpgroups that share the columns."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8 // parts, parts], instr_shape=[16, columns // parts, 16]
+    )
+
+
+@gluon.constexpr_function
+def layout_of_bits(ROWS):
+    """The layout of scores, seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0], [64, 0, 0]],
+        [],
+        [KEYS, ROWS // 32, 32],
+    )
+
+
 @gluon.jit
 def consumer(
     reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr,
@@ -406,30 +426,10 @@ def consumer(
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, ROWS, 16])
-    KEY: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, USED, 16])
-    VALUE: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V_USED, 16])
-    if REST > 0:
-        KEY_REST: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, REST, 16]
-        )
-    if V_REST > 0:
-        VALUE_REST: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, V_REST, 16]
-        )
+    S: gl.constexpr = layout_of_products(ROWS, 1)
     # Each warpgroup computes half the rows of dq or, of 64 rows, half the columns.
-    COLUMNS: gl.constexpr = 128 // ROWS
-    Q: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[8 // COLUMNS, COLUMNS], instr_shape=[16, D // COLUMNS, 16]
-    )
-    # The layout S of [KEYS, ROWS], seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores.
-    BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0], [64, 0, 0]],
-        [],
-        [KEYS, ROWS // 32, 32],
-    )
+    Q: gl.constexpr = layout_of_products(D, 128 // ROWS)
+    BITS: gl.constexpr = layout_of_bits(ROWS)
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
     no_sums = started(CHANGES, no_scores)
@@ -444,12 +444,12 @@ def consumer(
         if HAS_LENGTHS:
             lengths_ptr, lengths_stride = lengths
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
-        dk = gl.zeros([KEYS, USED], gl.float32, layout=KEY)
-        dv = gl.zeros([KEYS, V_USED], gl.float32, layout=VALUE)
+        dk = gl.zeros([KEYS, USED], gl.float32, layout=layout_of_products(USED, 1))
+        dv = gl.zeros([KEYS, V_USED], gl.float32, layout=layout_of_products(V_USED, 1))
         if REST > 0:
-            dk_rest = gl.zeros([KEYS, REST], gl.float32, layout=KEY_REST)
+            dk_rest = gl.zeros([KEYS, REST], gl.float32, layout=layout_of_products(REST, 1))
         if V_REST > 0:
-            dv_rest = gl.zeros([KEYS, V_REST], gl.float32, layout=VALUE_REST)
+            dv_rest = gl.zeros([KEYS, V_REST], gl.float32, layout=layout_of_products(V_REST, 1))
         sums, member, place = no_sums, 0, 0
         if CHANGES.HAVE_SUMS:
             place = place_of_sums(item, number, first_k, gl.cdiv(q_len + offset, KEYS), HAS_PARTS)
@@ -575,13 +575,14 @@ def backward_kernel(
     # descriptor of the gradients of scores, written for live tiles; or None.
     learned, learned_desc,
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: integers of all score modifications, concatenated
-    D: gl.constexpr,  # of tiles
-    USED: gl.constexpr, REST: gl.constexpr,  # channels of queries and keys that may not be 0, in two pieces
-    V_USED: gl.constexpr, V_REST: gl.constexpr,  # the same of values
-    ROWS: gl.constexpr,  # 64, or 128
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
+    SHAPE: gl.constexpr, CHANGES: gl.constexpr,  # see configs.py and changes/hopper.py
 ):  # fmt: skip
     """dk and dv of all items, and the chains of dq, without the factor `scale`."""
+    D: gl.constexpr = SHAPE.D
+    ROWS: gl.constexpr = SHAPE.ROWS
+    Q_STAGES: gl.constexpr = SHAPE.Q_STAGES
+    DOUT_STAGES: gl.constexpr = SHAPE.DOUT_STAGES
+    REGISTERS: gl.constexpr = SHAPE.REGISTERS
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
@@ -637,7 +638,8 @@ def backward_kernel(
             (
                 consumer,
                 (
-                    reads, ROWS, Q_STAGES, DOUT_STAGES, D, USED, REST, V_USED, V_REST, HAS_LENGTHS, HAS_PARTS, CHANGES,
+                    reads, ROWS, Q_STAGES, DOUT_STAGES, D, SHAPE.USED, SHAPE.REST, SHAPE.V_USED, SHAPE.V_REST,
+                    HAS_LENGTHS, HAS_PARTS, CHANGES,
                 ),
             ),
             (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),

@@ -15,11 +15,9 @@ from sparseflash.backends.triton.changes.hopper import HopperRequest
 from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
-from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice, reason_of_tile
-from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for, used_of
+from sparseflash.backends.triton.hopper.configs import BLOCK, BackwardShape, backward_config_for, used_of
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.learned import HopperCall
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
@@ -34,6 +32,8 @@ from sparseflash.backends.triton.launch.launches import (
 )
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
+from sparseflash.backends.triton.persistent import fused_plan
+from sparseflash.backends.triton.persistent.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
@@ -115,11 +115,10 @@ class BackwardLayout:
         width = WIDTH.value
         described["acc_desc"] = described_rows(acc, [config.rows * config.dim // width, width], (-1, width))
         (used, rest), (v_used, v_rest) = (used_of(x, config.dim) for x in (dim, v_dim))
-        constants = {
-            "D": config.dim, "USED": used, "REST": rest, "V_USED": v_used, "V_REST": v_rest, "ROWS": config.rows,
-            "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "REGISTERS": config.registers,
-            "CHANGES": self.changed.constant,
-        }  # fmt: skip
+        shape = BackwardShape(
+            config.dim, used, rest, v_used, v_rest, config.rows, config.q_stages, config.dout_stages, config.registers
+        )
+        constants = {"SHAPE": shape, "CHANGES": self.changed.constant}
         described |= self.changed.described
         launch = launch_of(
             backward_kernel, constants, numbers | self.changed.numbers,

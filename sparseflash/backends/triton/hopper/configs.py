@@ -57,6 +57,21 @@ class Shape:
     LOADER_REGISTERS: int
 
 
+@dataclass(frozen=True)
+class BackwardShape:
+    """The tiles and buffers of the backward kernel: its compile-time argument SHAPE."""
+
+    D: int  # channels of tiles
+    USED: int  # channels of queries and keys that may not be 0, in two pieces
+    REST: int
+    V_USED: int  # the same of values
+    V_REST: int
+    ROWS: int  # queries of a step, 64 or 128
+    Q_STAGES: int
+    DOUT_STAGES: int
+    REGISTERS: int
+
+
 class Config(NamedTuple):
     """The tuning parameters of the forward kernel."""
 
@@ -198,9 +213,9 @@ class DqConfig(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The thresholds from which these kernels were faster than the portable ones: experiments/results/tried/choice.csv.
+    """Where these kernels were measured faster than the portable ones: experiments/results/tried/choice.csv.
 
-    They are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
+    Limits are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
     the batch in any case.
     """
 

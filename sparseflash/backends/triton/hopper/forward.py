@@ -65,16 +65,6 @@ from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
 from sparseflash.backends.triton.device_functions.softmax import LN2, LOWEST
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, async_store
-from sparseflash.backends.triton.hopper.plan import (
-    ITEM,
-    ITEM_BLOCK,
-    ITEM_COUNT,
-    ITEM_FULL,
-    ITEM_NUMBER,
-    ITEM_PART,
-    ITEM_START,
-    ITEM_TILE,
-)
 from sparseflash.backends.triton.hopper.record import (
     BATCH,
     BATCH_HEAD,
@@ -95,6 +85,16 @@ from sparseflash.backends.triton.hopper.record import (
     field,
 )
 from sparseflash.backends.triton.hopper.scores import as_float, by_thread, plus_of_threads, sums_of_threads
+from sparseflash.backends.triton.persistent.plan import (
+    ITEM,
+    ITEM_BLOCK,
+    ITEM_COUNT,
+    ITEM_FULL,
+    ITEM_NUMBER,
+    ITEM_PART,
+    ITEM_START,
+    ITEM_TILE,
+)
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less, see `configs.SMALLEST_SCALE`
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup

@@ -17,9 +17,7 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, boxes_of, read_as
-from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
-from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.launch.launches import (
     SOME_LENGTHS,
     SOME_PARTS,
@@ -32,6 +30,8 @@ from sparseflash.backends.triton.launch.launches import (
 )
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
+from sparseflash.backends.triton.persistent.dynamic_plan import dynamic_forward_plan
+from sparseflash.backends.triton.persistent.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist

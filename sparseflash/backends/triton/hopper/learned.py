@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.hopper.backward_plan import ITEM_FIRST_KEY, ITEM_NUMBER, BackwardPlan
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.launch.gradient_sums import sums_of_groups, sums_of_runs
+from sparseflash.backends.triton.persistent.backward_plan import ITEM_FIRST_KEY, ITEM_NUMBER, BackwardPlan
 
 
 class HopperCall:

@@ -13,8 +13,8 @@ from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardL
 from sparseflash.backends.triton.hopper.choices import backward_form
 from sparseflash.backends.triton.hopper.configs import SMALL, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
-from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
+from sparseflash.backends.triton.persistent.plan import programs_of
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 

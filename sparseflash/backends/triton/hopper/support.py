@@ -8,7 +8,6 @@ import torch
 
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.hopper.choices import has_few_queries
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
@@ -20,6 +19,7 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
+from sparseflash.backends.triton.persistent.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.versions import triton_version
 from sparseflash.scores.change import PAIRS
 

@@ -25,7 +25,6 @@ from sparseflash.backends.triton.hopper.configs import (
 )
 from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
 from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
-from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_dkdv import wide_dkdv_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
@@ -39,6 +38,7 @@ from sparseflash.backends.triton.launch.launches import (
     strides_of,
 )
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.persistent.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.scores.change import Scores

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.compile_ahead import Rehearsed
-from sparseflash.backends.triton.hopper import backward_pass, backward_plan, cuts, fused_plan, timeline
+from sparseflash.backends.triton.hopper import backward_pass
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.persistent import backward_plan, cuts, fused_plan, timeline
 from sparseflash.backends.triton.schedule.plan import dense_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
@@ -279,7 +280,7 @@ from unittest import mock
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.hopper import fused_plan
+from sparseflash.backends.triton.persistent import fused_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 import torch

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from sparseflash import scores
 from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_plan, choices, cuts, passes
+from sparseflash.backends.triton.hopper import choices, passes
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.persistent import backward_plan, cuts
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper.hopper_problems import (
     PARTS,

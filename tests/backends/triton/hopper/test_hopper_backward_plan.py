@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import masks
-from sparseflash.backends.triton.hopper import cuts
-from sparseflash.backends.triton.hopper.backward_plan import backward_plan
+from sparseflash.backends.triton.persistent import cuts
+from sparseflash.backends.triton.persistent.backward_plan import backward_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of

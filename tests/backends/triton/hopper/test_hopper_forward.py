@@ -14,7 +14,7 @@ from sparseflash import BlockMask, scores
 from sparseflash.backends import reference
 from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import forward as forward_module
-from sparseflash.backends.triton.hopper import plan
+from sparseflash.backends.triton.persistent import plan
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper import hopper_problems
 from tests.backends.triton.hopper.hopper_problems import (

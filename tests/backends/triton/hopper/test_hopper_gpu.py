@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparseflash import BlockMask, attention, explain, masks, scores, testing
 from sparseflash.backends.triton.hopper import backward_pass, choices
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS
-from sparseflash.backends.triton.hopper.plan import programs_of
+from sparseflash.backends.triton.persistent.plan import programs_of
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper.hopper_problems import fixed_among, wide
 from tests.backends.triton.plans import plan

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton.hopper import backward_plan, passes, plan
-from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
-from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
+from sparseflash.backends.triton.hopper import passes
+from sparseflash.backends.triton.persistent import backward_plan, plan
+from sparseflash.backends.triton.persistent.dynamic_plan import dynamic_forward_plan
+from sparseflash.backends.triton.persistent.plan import forward_plan, start_order
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -124,7 +125,7 @@ from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
+from sparseflash.backends.triton.persistent.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.schedule.plan import plan_of
 import torch
 with compiling_for(90) as compiled:

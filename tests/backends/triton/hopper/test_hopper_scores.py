@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from sparseflash import BlockMask, attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
-from sparseflash.backends.triton.hopper import cuts, passes, plan, support
+from sparseflash.backends.triton.hopper import passes, support
 from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.persistent import cuts, plan
 from sparseflash.backends.triton.prepared_call import PreparedCall
 from sparseflash.scores.change import Scores, Sizes
 from sparseflash.scores.relative import Codes

@@ -2,7 +2,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks.gpt import OURS, Case, Models, app, gradient, ways_of
+from experiments.benchmarks.gpt import OURS, SIZES, Case, Models, app, gradient, ways_of
 from experiments.benchmarks.harness import difference
 from experiments.benchmarks.speed.peers import flashattention4
 from experiments.lm import flops
@@ -16,7 +16,9 @@ def run(folder, *arguments):
     return CliRunner().invoke(app, ["--device", "cpu", "--out", str(folder), "--commit", "abc", *arguments])
 
 
-def test_all_ways_of_one_pattern_give_the_same_gradient():
+@pytest.mark.parametrize("depth", [1, 2, SIZES["small"][0], SIZES["medium"][0]])
+def test_all_ways_of_one_pattern_give_the_same_gradient(depth, monkeypatch):
+    monkeypatch.setitem(SIZES, "tiny", (depth, *SIZES["tiny"][1:]))
     models = Models(TINY, CPU)
     dense = models.step("sparseflash").clone()
     for name in ("sdpa", "hugging-face"):

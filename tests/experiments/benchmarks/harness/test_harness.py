@@ -167,5 +167,7 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     assert "| mine/dense | 2.2 ms |" in shown.stdout
     helped = subprocess.run([*program, "calls", "--help"], capture_output=True, text=True, check=True)
     assert "python -m experiments.benchmarks calls" in helped.stdout
+    listed = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True)
+    assert "calls, compile, decode" in listed.stdout
     refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
     assert refused.returncode == 1 and "the benchmark must be from calls, compile" in refused.stderr

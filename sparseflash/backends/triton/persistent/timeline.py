@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.hopper.backward_plan import (
+from sparseflash.backends.triton.persistent.backward_plan import (
     ENTRY,
     ENTRY_CHAIN,
     ENTRY_RANK,

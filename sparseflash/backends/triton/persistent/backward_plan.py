@@ -35,8 +35,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparseflash.backends.triton.hopper import cuts
-from sparseflash.backends.triton.hopper.plan import start_order
+from sparseflash.backends.triton.persistent import cuts
+from sparseflash.backends.triton.persistent.plan import start_order
 from sparseflash.backends.triton.schedule.work_item import CUT_PARTS, place
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import transposed, words_per_row

@@ -16,10 +16,10 @@ import triton
 from torch import Tensor
 
 from sparseflash.backends.triton.compile_ahead import compile_rehearsed
-from sparseflash.backends.triton.hopper import backward_plan as reference
-from sparseflash.backends.triton.hopper import cuts, dealing, timeline
-from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.persistent import backward_plan as reference
+from sparseflash.backends.triton.persistent import cuts, dealing, timeline
+from sparseflash.backends.triton.persistent.backward_plan import BackwardPlan
 from sparseflash.backends.triton.schedule.work_item import CUT_ITEM
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import words_per_row

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.hopper.plan import (
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.persistent.plan import (
     ITEM,
     ITEM_BLOCK,
     ITEM_COUNT,
@@ -21,7 +22,6 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_TILE,
     ITEM_UNUSED,
 )
-from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.schedule import fused
 from sparseflash.backends.triton.schedule.worklists import (
     TileLists,
