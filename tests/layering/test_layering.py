@@ -124,7 +124,7 @@ def test_a_part_may_import_only_what_it_does(row):
         ("sparseflash.backends.blockwise_tiles", "from sparseflash.backends.cached import rows_of"),
         ("sparseflash.backends.triton.persistent.plan", "from sparseflash.backends.triton import dispatch"),
         ("sparseflash.backends.triton.portable.forward", "from sparseflash.backends.triton.hopper import forward"),
-        ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.hopper import plan"),
+        ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.persistent import plan"),
         ("sparseflash.backends.triton.decode.api", "from sparseflash.backends.triton.schedule import plan"),
         ("sparseflash.backends.triton.launcher", "from sparseflash.backends.triton import family"),
         ("sparseflash.backends.triton.device", "from sparseflash.backends.triton.hopper import gluon_api"),

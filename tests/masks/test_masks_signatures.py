@@ -7,7 +7,7 @@ import torch
 from sparseflash import masks
 
 LENGTHS = ("q_len", "k_len", "lengths", "k_lengths", "shape", "height", "width")
-DATA = ("scores", "indices", "masks", "q", "k")
+DATA = ("scores", "indices", "masks", "mask", "q", "k")
 FAMILIES = [name for name in masks.__all__ if name != "order"]
 
 
@@ -72,6 +72,7 @@ NEEDED = {
     "selected_keys": ((torch.zeros(1, 1, 64, 1, dtype=torch.int64),), {"k_len": 64}),
     "top_k_blocks": ((torch.zeros(1, 1),), {"k": 1, "q_len": 64}),
     "top_k_keys": ((torch.zeros(64, 64),), {"k": 1, "k_len": 64}),
+    "with_text": ((masks.dense(64),), {"text": 16}),
 }  # fmt: skip
 FLAGS = [(name, p.name) for name in FAMILIES for p in parameters(name) if isinstance(p.default, bool)]
 

@@ -206,9 +206,10 @@ def _merged(
 
 def _combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
     """A number for each combination of codes, and where each combination occurs."""
-    number, count = number_combinations([torch.from_numpy(code) for code in codes])
-    first = torch.zeros(count, dtype=torch.int64).scatter_(0, number, torch.arange(len(number)))
-    return number.numpy(), first.numpy()
+    numbered, count = number_combinations([torch.from_numpy(code) for code in codes])
+    number, first = numbered.numpy(), np.zeros(count, dtype=np.int64)
+    first[number] = np.arange(len(number))
+    return number, first
 
 
 def _distinct(values: Integers) -> tuple[Integers, Integers]:

@@ -12,16 +12,15 @@ from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import (
     backward_pass,
     choices,
-    cuts,
     forward_pass,
     passes,
-    plan,
     wide_pass,
 )
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
+from sparseflash.backends.triton.persistent import cuts, plan
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask.cache import clear_caches
 from sparseflash.scores.sink import completed

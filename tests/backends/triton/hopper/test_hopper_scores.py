@@ -14,6 +14,7 @@ from sparseflash.backends.triton.hopper import passes, support
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.persistent import cuts, plan
 from sparseflash.backends.triton.prepared_call import PreparedCall
+from sparseflash.backends.triton.versions import triton_version
 from sparseflash.scores.change import Scores, Sizes
 from sparseflash.scores.relative import Codes
 from tests.backends.triton.hopper.hopper_problems import (
@@ -674,15 +675,19 @@ def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
         explain(q, q, q, masks.causal(8192), **asked)
 
 
+# The backward at D = 64, which spills registers under older versions.
+_CAPPED = "hopper" if triton_version() >= (3, 8) else "portable"
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("dim", "change", "families"),
     [
-        (64, scores.softcap(30.0), ("portable", "portable")),
+        (64, scores.softcap(30.0), ("hopper", _CAPPED)),
         (128, scores.softcap(30.0), ("hopper", "hopper")),
         (128, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
         (64, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
-        (64, scores.log_decay(torch.ones(4)) + scores.softcap(30.0), ("portable", "portable")),
+        (64, scores.log_decay(torch.ones(4)) + scores.softcap(30.0), ("portable", _CAPPED)),
         (64, scores.alibi(torch.ones(4)), ("hopper", "hopper")),
     ],
     ids=["capped-64", "capped-128", "logarithmic-128", "logarithmic-64", "both-64", "linear"],
