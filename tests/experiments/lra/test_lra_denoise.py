@@ -139,7 +139,7 @@ def in_parts(pretrained, monkeypatch, tmp_path):
     for folder, limit in ((whole, tensor_files.PART_BYTES), (parts, 12_000)):
         folder.mkdir()
         monkeypatch.setattr(tensor_files, "PART_BYTES", limit)
-        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, [run.fingerprint])
+        weights.save(folder / weights.FILE, run.model, run.config, {"steps": 4}, [run.fingerprint], 0.5)
     return run, whole, parts
 
 
@@ -164,7 +164,7 @@ def test_a_large_model_is_written_in_parts_and_read_by_any_of_its_names(in_parts
 
 def test_a_model_replaces_another_of_its_name_whole_or_in_parts(in_parts):
     run, whole, parts = in_parts
-    weights.save(whole / weights.FILE, run.model, run.config, {}, [run.fingerprint])
+    weights.save(whole / weights.FILE, run.model, run.config, {}, [run.fingerprint], 0.5)
     assert sorted(each.name for each in whole.iterdir()) == sorted(each.name for each in parts.iterdir())
     tensor_files.write(parts / weights.FILE, run.model, {"kind": weights.KIND})
     assert [each.name for each in parts.iterdir()] == [weights.FILE]
@@ -181,7 +181,7 @@ def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
     last.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {last.name}$"):
         tensor_files.read(parts, weights.KIND)
-    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, [run.fingerprint])
+    weights.save(parts / weights.FILE, run.model, run.config, {"steps": 5}, [run.fingerprint], 0.5)
     last.write_bytes(kept)
     with pytest.raises(ValueError, match=f"{last.name} must be a part of the same model as the first part"):
         tensor_files.read(parts, weights.KIND)

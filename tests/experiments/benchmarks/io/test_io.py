@@ -110,7 +110,7 @@ for case in (
     assert done.stdout.splitlines() == [
         "hopper hopper 128 128 True",
         "hopper hopper 128 128 True",
-        "portable portable, hopper 64 64 False",
+        "portable portable 64 64 False",
         "portable portable, hopper 64 128 True",
     ]
 
