@@ -13,7 +13,7 @@ from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.fused.largest import write_largest
 from sparseflash.masks.fused.select import columns_of_a_tile, constants_of
-from sparseflash.masks.fused.tile_scores import scores_of_blocks
+from sparseflash.masks.fused.tile_scores import loaded_rows, scores_of_blocks
 
 if TYPE_CHECKING:
     from sparseflash.masks.tiling.columns import Columns
@@ -87,17 +87,10 @@ def block_scores_kernel(
     row_tile, batch_head = program % row_tiles, program // row_tiles
     batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
     row = start * ROWS + row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, PADDED_D)
     position = tl.minimum((row + 1) * row_tokens, q_len) - 1 + shift
     q_ptr += batch * q_stride_b + head.to(tl.int64) * q_stride_h
     k_ptr += batch * k_stride_b + (head // group).to(tl.int64) * k_stride_h
-    wide_row = row
-    if FAR:
-        wide_row = row.to(tl.int64)
-    q = tl.load(
-        q_ptr + (wide_row * q_stride_n)[:, None] + dims[None, :], mask=(row < rows)[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    q = loaded_rows(q_ptr, row, rows, q_stride_n, D, PADDED_D, FAR)
     number = row_tile * LISTS + tl.arange(0, LISTS)
     first = (start + number) * (ROWS * row_tokens)
     last = tl.minimum(first + ROWS * row_tokens, q_len) - 1 + shift

@@ -14,7 +14,7 @@ from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.device import capability_of, multiplies_in_tf32
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
-from sparseflash.masks.fused.tile_scores import scores_of_blocks
+from sparseflash.masks.fused.tile_scores import loaded_rows, scores_of_blocks
 
 if TYPE_CHECKING:
     from sparseflash.masks.tiling.columns import Columns
@@ -142,17 +142,10 @@ def select_kernel(
     batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
     first_row = tl.program_id(0) % tiles * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, PADDED_D)
     position = tl.minimum((row + 1) * row_tokens, q_len) - 1 + shift
     q_ptr += batch * q_stride_b + head.to(tl.int64) * q_stride_h
     k_ptr += batch * k_stride_b + (head // group).to(tl.int64) * k_stride_h
-    wide_row = row
-    if FAR:
-        wide_row = row.to(tl.int64)
-    q = tl.load(
-        q_ptr + (wide_row * q_stride_n)[:, None] + dims[None, :], mask=(row < rows)[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    q = loaded_rows(q_ptr, row, rows, q_stride_n, D, PADDED_D, FAR)
 
     number = first_row // ROWS + tl.arange(0, LISTS)
     first = number * (ROWS * row_tokens)

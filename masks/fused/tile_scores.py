@@ -1,9 +1,22 @@
-"""Scores of the blocks of keys of one tile, for the choices of `select` and of `block_scores`: a jit function."""
+"""What the choices of `select` and of `block_scores` share: loads, and scores of the blocks of one tile of keys."""
 
 import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.device_functions.arithmetic import floor_divide
+
+
+@triton.jit
+def loaded_rows(x_ptr, row, rows, stride, D: tl.constexpr, PADDED_D: tl.constexpr, FAR: tl.constexpr):
+    """Rows of queries or keys, `[ROWS, PADDED_D]`; 0 past the last of `rows`. FAR: offsets need 64 bits."""
+    dims = tl.arange(0, PADDED_D)
+    wide_row = row
+    if FAR:
+        wide_row = row.to(tl.int64)
+    return tl.load(
+        x_ptr + (wide_row * stride)[:, None] + dims[None, :], mask=(row < rows)[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -23,15 +36,8 @@ def scores_of_blocks(
     of the document of each row, if DOCUMENTS.
     """
     LISTS: tl.constexpr = BLOCK_M // ROWS
-    dims = tl.arange(0, PADDED_D)
     col = col_start + tl.arange(0, BLOCK_N)
-    wide_col = col
-    if FAR:
-        wide_col = col.to(tl.int64)
-    k = tl.load(
-        k_ptr + (wide_col * k_stride_n)[:, None] + dims[None, :], mask=(col < cols)[:, None] & (dims < D)[None, :],
-        other=0.0,
-    )  # fmt: skip
+    k = loaded_rows(k_ptr, col, cols, k_stride_n, D, PADDED_D, FAR)
     scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
     live = (row < rows)[:, None] & (col < cols)[None, :] & (scores == scores)
     token = (col * column_tokens)[None, :]
