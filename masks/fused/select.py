@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.architecture import architecture_of
-from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.device import capability_of, multiplies_in_tf32
+from sparseflash.backends.triton.device import capability_of
+from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.fused.tile_scores import loaded_rows, scores_of_blocks
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _NONE = tl.constexpr(-(2**63))  # no block
 _LAST = tl.constexpr(2**31 - 1)
-_FP32 = "ieee" if INTERPRETED else "bf16x6"  # of products in full fp32: see backends/triton/device_functions/fp32_split
 
 
 class Constants(NamedTuple):
@@ -43,7 +42,7 @@ class Constants(NamedTuple):
 def constants_of(q: Tensor, k: Tensor, of: Columns, bounds: Tensor | None, block_m: int, block_n: int) -> Constants:
     """The constants for tiles of `block_m` rows and `block_n` columns."""
     padded = max(16, 1 << (q.shape[3] - 1).bit_length())
-    precision = _FP32 if q.dtype == torch.float32 and not multiplies_in_tf32() else "tf32"
+    precision = input_precision(q.dtype)
     far = max(x.shape[2] * x.stride(2) for x in (q, k)) >= 2**31
     return Constants(
         of.rows, of.span, of.causal, bounds is not None, q.shape[3], padded, block_m, block_n,

@@ -9,13 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.device_functions.fp32_split import input_precision
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
-
-_FP32 = "ieee" if INTERPRETED else "bf16x6"  # of products in full fp32: see backends/triton/device_functions/fp32_split
-_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def summed_scores(
@@ -39,7 +36,7 @@ def summed_scores(
     padded = max(16, 1 << (dim - 1).bit_length())
     narrow = q.element_size() == 2
     block_m, block_n = (128, 128) if narrow and padded <= 128 else (64, 64) if narrow else (32, 32)
-    precision = _FP32 if q.dtype == torch.float32 and not multiplies_in_tf32() else "tf32"
+    precision = input_precision(q.dtype)
     far = max(x.shape[2] * x.stride(2) for x in (q, k)) >= 2**31
     constants = scale is None, dim, padded, block_m, block_n, precision, far
     row_tiles, col_tiles = -(-rows // block_m), -(-cols // block_n)
@@ -48,7 +45,7 @@ def summed_scores(
         k.data_ptr() % 16, factors.data_ptr() % 16, q.device,
     ).start(
         batch * kv_heads * row_tiles * col_tiles, q, k, factors, begins, stops, scores, kv_heads, heads // kv_heads,
-        row_tiles, col_tiles, start, rows, cols, 1.0 if scale is None else scale * _LOG2_E.value, *q.stride()[:3],
+        row_tiles, col_tiles, start, rows, cols, 1.0 if scale is None else scale * LOG2E.value, *q.stride()[:3],
         *k.stride()[:3], *factors.stride(), *constants,
     )  # fmt: skip
     return scores
@@ -111,7 +108,7 @@ def summed_scores_kernel(
             if RELU:
                 total += tl.maximum(scores, 0.0) * factor[:, None]
             else:
-                total += tl.exp2(scores * scale - (factor * _LOG2_E)[:, None])
+                total += tl.exp2(scores * scale - (factor * LOG2E)[:, None])
         total = tl.where((col[None, :] >= begin[:, None]) & (col[None, :] < stop[:, None]), total, 0.0)
     if some_key | (not RELU):
         to = (pair.to(tl.int64) * rows + row)[:, None] * cols + col[None, :]

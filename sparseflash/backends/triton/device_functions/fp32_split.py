@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.device import refuse_to_record
+from sparseflash.backends.triton.device import multiplies_in_tf32, refuse_to_record
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 
@@ -250,3 +250,8 @@ _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below t
 # The input_precision of sums over tokens for whole tiles: Triton splits them. Its interpreter does not support
 # bf16x6.
 _SPLITTING = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
+
+
+def input_precision(dtype: torch.dtype) -> str:
+    """The input_precision of `tl.dot` for tensors of a dtype, in kernels that leave the splitting of fp32 to Triton."""
+    return str(_SPLITTING.value) if dtype == torch.float32 and not multiplies_in_tf32() else "tf32"

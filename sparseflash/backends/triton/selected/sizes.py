@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.architecture import architecture_of
-from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.device import capability_of, multiplies_in_tf32
+from sparseflash.backends.triton.device import capability_of
+from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.selected.tiles import Shape, shape_of
 from sparseflash.limits import COUNT
-
-_FP32 = "ieee" if INTERPRETED else "bf16x6"  # products of fp32: see device_functions/fp32_split.py
 
 
 class Sizes(NamedTuple):
@@ -56,7 +54,7 @@ def sizes_of(
 ) -> Sizes:
     """What the kernels of a forward or a backward share."""
     keep = q.dtype == torch.float32
-    precision = _FP32 if keep and not multiplies_in_tf32() else "tf32"
+    precision = input_precision(q.dtype)
     group = q.shape[1] // k.shape[1]
     shape, warps, stages = shape_of(
         q.shape[3], v_dim, group, size=q.element_size(), keep=keep, precision=precision, shared=v is None,
