@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.cache import BoundedDict
-from sparseflash.scores.change import Change, Scores, Sizes
+from sparseflash.scores.change import Change, Scores, Sizes, check_placed
 from sparseflash.scores.function import Function
 from sparseflash.scores.positions import Located, of_located
 
@@ -40,6 +40,7 @@ def in_rows(
     by_place: dict[str, Change] = {}
     logits = None
     group = sizes.heads // kv_heads
+    check_placed(given, "of selected_attention")
     if given.find("tile_bias") is not None:  # before it is checked against a mask
         _refuse(_REFUSED)
     for change in given.prepared(sizes).changes:
