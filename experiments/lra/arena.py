@@ -129,12 +129,3 @@ def line(each: Accuracy) -> list[str]:
         f"{each.parameters:,}",
         f"{100 * each.best_rule_accuracy:.1f} ({each.best_rule})",
     ]
-
-
-def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
-    """The paths of `TASK=PATH` by task."""
-    found = dict(text.partition("=")[::2] for text in texts)
-    for task, path in found.items():
-        if task not in TASKS or not path:
-            raise ValueError(f"--data must be TASK=PATH with one of the tasks {', '.join(TASKS)}; got {task}={path}")
-    return {task: Path(path) for task, path in found.items()}

@@ -26,7 +26,7 @@ from experiments.lra.table.records import of_accuracies, run_of_runs
 from experiments.lra.table.report import all_right, markdown, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
-from experiments.lra.tasks import load
+from experiments.lra.tasks import TASKS, load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
 from experiments.lra.weights import store
@@ -120,7 +120,13 @@ def train(
             trained = demo.MASKS if preset == "demo" and "mask" not in chosen else (config.mask,)
             check_used(config, chosen, masks=trained, given_data=data is not None)
         if preset == "demo":
-            demo.check_options(config, plain=pause_after is None and seeds is None and not tensorboard_files)
+            require_single_process("the demo")
+            if config.context_parallel > 1:
+                raise ValueError("the demo runs in one process: leave out --context-parallel")
+            if pause_after is not None or seeds is not None or tensorboard_files:
+                raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
+            if config.attention != "sparseflash":
+                raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             for name in trained:
                 check(replace(config, mask=name))
             exact = demo.run(config, find_data(config, data, console), out or RUNS / "demo", console, names=trained)
@@ -184,7 +190,7 @@ def arena_command(
         require_single_process("arena")
         if not chosen.keys() & {"minutes", "steps"}:
             raise ValueError("the runs need an end that is equal for all: give --minutes or --steps")
-        places = arena.paths_of_tasks(data or [])
+        places = paths_of_tasks(data or [])
         tasks = rows.split(",")
         if unknown := [task for task in places if task not in tasks]:
             raise ValueError(f"--data {unknown[0]}=... must be of one of the rows {rows}")
@@ -199,6 +205,15 @@ def arena_command(
             complete = arena.train_all(found, series.parsed(seeds), sessions, until)
         console.print(markdown(arena.table(out)), markup=False, highlight=False, soft_wrap=True)
         console.print("All runs are complete." if complete else "Paused: the same command goes on.")
+
+
+def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
+    """The paths of `TASK=PATH` by task."""
+    found = dict(text.partition("=")[::2] for text in texts)
+    for task, path in found.items():
+        if task not in TASKS or not path:
+            raise ValueError(f"--data must be TASK=PATH with one of the tasks {', '.join(TASKS)}; got {task}={path}")
+    return {task: Path(path) for task, path in found.items()}
 
 
 @app.command("no-attention")
@@ -224,7 +239,7 @@ def no_attention_command(
 ) -> None:
     """Fit models without attention to the arena's tasks, as baselines: what needs none of it."""
     with short_errors():
-        place, places, found = find_device(device), arena.paths_of_tasks(data or []), []
+        place, places, found = find_device(device), paths_of_tasks(data or []), []
         run = current_run(place, command_line("experiments.lra", without=(*LOCAL, "--data")), commit=commit)
         for task in rows.split(","):
             loaded = find_data(configure(None, {"task": task}), places.get(task), console)

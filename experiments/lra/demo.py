@@ -22,7 +22,6 @@ from experiments.lra.model.build import mask_of
 from experiments.lra.tasks.task import Data
 from experiments.lra.train import Run
 from experiments.training.atomic_files import write_json
-from experiments.training.distributed import require_single_process
 from experiments.training.progress_bar import TrainingBar
 
 MASKS = ("dense", "local", "butterfly", "experiments.lra.custom_mask:beacons")
@@ -34,17 +33,6 @@ class Outcome:
     name: str
     metrics: dict[str, Any]
     exactness: Exactness
-
-
-def check_options(config: Config, *, plain: bool) -> None:
-    """Raises ValueError for options of `train` that the demo lacks. plain: whether no option of long runs is given."""
-    require_single_process("the demo")
-    if config.context_parallel > 1:
-        raise ValueError("the demo runs in one process: leave out --context-parallel")
-    if not plain:
-        raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
-    if config.attention != "sparseflash":
-        raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
 
 
 def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
