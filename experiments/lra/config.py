@@ -130,7 +130,7 @@ class Config(RunSettings):
         check_at_least(self, 1, ("eval_every", "eval_examples"))
         if not 0 < self.hidden < 1:
             raise ValueError(f"hidden must be above 0 and below 1; got {self.hidden}")
-        check_fractions(self, ("attention_dropout", "label_smoothing", "cutmix"))
+        check_fractions(self, ("attention_dropout", "label_smoothing"))
         check_at_least(self, 0, ("lr", "warmup", "auxiliary"))
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"minutes must be more than 0; got {self.minutes}")
@@ -174,6 +174,8 @@ class Config(RunSettings):
             for name, without in (("augment", "none"), ("cutmix", 0.0), ("encoding", "tokens")):
                 if getattr(self, name) != without:
                     raise ValueError(f"{name}={getattr(self, name)} is for images; the task is {self.task}")
+        if not 0 <= self.cutmix <= 1:
+            raise ValueError(f"cutmix must be at least 0 and at most 1; got {self.cutmix}")
         if self.encoding == "brightness" and self.objective == "denoise":
             raise ValueError("encoding must be tokens if objective=denoise: a hidden pixel has no brightness")
         if self.cutmix and (

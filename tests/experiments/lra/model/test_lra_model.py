@@ -187,7 +187,10 @@ def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
     [
         ({"width": 30, "heads": 4}, "width must be a multiple of heads; got width 30, heads 4"),
         ({"pool": "sum"}, "pool must be one of cls, first, mean, max, mean\\+max; got 'sum'"),
-        ({"positions": "none"}, "positions must be one of learned, sinusoidal, rotary, rotary2d, nested, tree; got 'none'"),
+        (
+            {"positions": "none"},
+            "positions must be one of learned, sinusoidal, rotary, rotary2d, nested, tree; got 'none'",
+        ),
         ({"schedule": "step"}, "schedule must be one of constant, cosine, linear, rsqrt, trapezoid; got 'step'"),
         ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
