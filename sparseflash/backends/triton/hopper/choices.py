@@ -35,10 +35,7 @@ def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
     """
     if may_be_small(block, dims, kinds) and _is_scattered(plan, dims):
         return BackwardForm(SMALL, True)
-    q_len = plan.lists.tokens[0]
-    keys = plan.tiles_per_head * block[1] / -(-q_len // block[0])
-    is_few = has_few_queries(plan.lists.tokens, keys) and {"sink"}.issuperset(kinds)
-    return BackwardForm(BLOCK, is_few or max(dims) > WIDEST_BACKWARD)
+    return BackwardForm(BLOCK, max(dims) > WIDEST_BACKWARD)
 
 
 def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
