@@ -77,8 +77,8 @@ def _planned(
 
     made, cursor, meeting = empty(2, tiles + 1), empty(tiles), empty(_ORDERS, heads)
     kernels.chain.start(
-        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles,
-        rules._SHORTEST_CHAIN if may_wait else rules.ONE_CHAIN, rules._LONG_CHAIN,
+        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles, programs,
+        rules._SHORTEST_CHAIN if may_wait else rules.ONE_CHAIN, rules._LONG_CHAIN, rules._FEW,
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 

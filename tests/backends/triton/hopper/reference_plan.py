@@ -64,9 +64,8 @@ def backward_plan(
     source = best_of(walked[:, at], index, head, time, rows, batch * heads) if may_wait else walked[0, at]
     row = head * rows + index[source]
     tiles = batch * heads * rows
-    chain, rank, chains = chained(
-        row, time, program, rows, tiles, items.programs, rules._SHORTEST_CHAIN if may_wait else rules.ONE_CHAIN
-    )
+    shortest = rules._SHORTEST_CHAIN if may_wait else rules.ONE_CHAIN
+    chain, rank, chains = chained(row, time, program, rows, tiles, programs, shortest)
 
     first_key = number % columns * lists.tiling.held
     work = torch.stack(BackwardItem(number // columns, first_key, first, size, parts.part[sequence, 0]), dim=1)
@@ -99,10 +98,6 @@ class _Items(NamedTuple):
     program: Ints
     time: Ints
     start: Ints
-
-    @property
-    def programs(self) -> int:
-        return len(self.start) - 1
 
 
 def _dealt(sizes: Ints, programs: int) -> _Items:
@@ -161,7 +156,10 @@ def chained(
     made = torch.zeros(tiles, dtype=torch.int64).index_add_(0, row, torch.ones_like(row))
     of_head = made.view(-1, rows)
     live = (of_head > 0).sum(1, keepdim=True).clamp(min=1)
-    longest = ((of_head.sum(1, keepdim=True) * rules._LONG_CHAIN + 4 * live - 1) // (4 * live)).clamp(min=shortest)
+    total = of_head.sum(1, keepdim=True)
+    longest = (total * rules._LONG_CHAIN + 4 * live - 1) // (4 * live)
+    is_few = total > rules._FEW * live * live
+    longest = torch.where(is_few, (total + programs - 1) // programs, longest).clamp(min=shortest)
     chains = ((of_head + longest - 1) // longest).view(-1)
     first_chain = torch.cat([chains.new_zeros(1), chains.cumsum(0)])
     span = time.max() + 1 if len(time) else 1
