@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.training.layers.attention import ElementMask, attention
+from experiments.training.layers.rotary import Rotations
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
 from sparseflash.nn.rotary import Rotation, rotate
@@ -49,12 +50,13 @@ class SelfAttention(nn.Module):
         self.q_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
 
-    def project(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotation: Rotation | Rotations | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Each [B, H, N, D]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, N, D]
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            of_q, of_k = rotation if isinstance(rotation, Rotations) else (rotation, rotation)
+            q, k = rotate(q, of_q), rotate(k, of_k)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan | ElementMask) -> Tensor:
@@ -118,7 +120,7 @@ def head_dim_of(width: int, heads: int, head_dim: int | None) -> int:
     return head_dim or width // heads
 
 
-def before_attention(layer: Layer, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+def before_attention(layer: Layer, x: Tensor, rotation: Rotation | Rotations | None) -> tuple[Tensor, Tensor, Tensor]:
     return layer.attention.project(layer.attention_norm(x), rotation)
 
 
@@ -132,7 +134,7 @@ def after_attention(layer: Layer, x: Tensor, mixed: Tensor, live: Tensor | None 
 
 
 class Halves(NamedTuple):
-    before: Callable[[Layer, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]] = before_attention
+    before: Callable[[Layer, Tensor, Rotation | Rotations | None], tuple[Tensor, Tensor, Tensor]] = before_attention
     after: Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor] = after_attention
 
 
