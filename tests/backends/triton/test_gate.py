@@ -341,8 +341,6 @@ def test_small_blocks_are_tried_as_they_are(dim, monkeypatch):
     ("kind", "forms"),
     [
         ({"small": True}, {((64, 64), True), ((128, 128), False)}),
-        ({"few": True}, {((128, 128), True)}),
-        ({"few": True, "lengths": True, "changes": ("sink",)}, {((128, 128), True)}),
         ({}, {((128, 128), False)}),
     ],
     ids=str,

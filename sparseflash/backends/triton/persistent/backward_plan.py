@@ -49,8 +49,14 @@ Ints = NDArray[np.int64]
 # A tile of queries has one chain for every _SHORTEST_CHAIN additions, or for every _LONG_CHAIN / 4 times its head's
 # mean if that is more. In a simulation of 16,384 tokens, causal masks then take 1.02 times as long as without any
 # order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13.
+#
+# Few queries of many keys are few tiles, each with very many additions, to which all programs add at a time. Where a
+# head has more than _FEW times as many additions to a tile as live tiles, it has a chain for every so many additions as
+# a program makes. In a simulation of 1,024 queries and 65,536 keys one chain a tile takes 5.3 times as long as without
+# any order, and about as long as measured on an H200; 17 chains a tile take 1.02 times as long.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
+_FEW = 4
 ONE_CHAIN = 2**31 - 1  # more additions than a tile can have
 # Rows are walked in bands of _BAND rows, with a stride of this share of a band. A later order replaces an earlier one
 # if it has fewer than _CLEARLY tenths of its meetings.
@@ -159,9 +165,7 @@ def backward_plan(
     source = best_of(walked[:, at], index, head, time, rows, batch * heads) if may_wait else walked[0, at]
     row = head * rows + index[source]
     tiles = batch * heads * rows
-    chain, rank, chains = chained(
-        row, time, program, rows, tiles, items.programs, _SHORTEST_CHAIN if may_wait else ONE_CHAIN
-    )
+    chain, rank, chains = chained(row, time, program, rows, tiles, programs, _SHORTEST_CHAIN if may_wait else ONE_CHAIN)
 
     first_key = number % columns * lists.tiling.held
     work = torch.stack(BackwardItem(number // columns, first_key, first, size, parts.part[sequence, 0]), dim=1)
@@ -311,7 +315,10 @@ def chained(
     made = torch.zeros(tiles, dtype=torch.int64, device=row.device).index_add_(0, row, torch.ones_like(row))
     of_head = made.view(-1, rows)
     live = (of_head > 0).sum(1, keepdim=True).clamp(min=1)
-    longest = ((of_head.sum(1, keepdim=True) * _LONG_CHAIN + 4 * live - 1) // (4 * live)).clamp(min=shortest)
+    total = of_head.sum(1, keepdim=True)
+    longest = (total * _LONG_CHAIN + 4 * live - 1) // (4 * live)
+    is_few = total > _FEW * live * live
+    longest = torch.where(is_few, (total + programs - 1) // programs, longest).clamp(min=shortest)
     chains = ((of_head + longest - 1) // longest).view(-1)
     first_chain = torch.cat([chains.new_zeros(1), chains.cumsum(0)])
     span = time.max() + 1 if len(time) else 1

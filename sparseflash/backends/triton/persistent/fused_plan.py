@@ -76,8 +76,8 @@ def _planned(
 
     made, cursor, meeting = empty(2, tiles + 1), empty(tiles), empty(_ORDERS, heads)
     kernels.chain.start(
-        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles,
-        reference._SHORTEST_CHAIN if may_wait else reference.ONE_CHAIN, reference._LONG_CHAIN,
+        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles, programs,
+        reference._SHORTEST_CHAIN if may_wait else reference.ONE_CHAIN, reference._LONG_CHAIN, reference._FEW,
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 

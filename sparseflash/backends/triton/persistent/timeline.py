@@ -31,13 +31,23 @@ _ORDERS = tl.constexpr(4)
 
 
 @triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "heads", "rows", "tiles", "shortest", "quarters"],
+    do_not_specialize=[
+        "batch_stride",
+        "head_stride",
+        "heads",
+        "rows",
+        "tiles",
+        "programs",
+        "shortest",
+        "quarters",
+        "few",
+    ],
     do_not_specialize_on_alignment=["pattern_ptr", "counted_ptr"],
 )
 def chain_kernel(
     pattern_ptr, counted_ptr, made_ptr,  # int32 [B, Hq], [P * rows], [2, tiles + 1]
     cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
-    batch_stride, head_stride, heads, rows, tiles, shortest, quarters,
+    batch_stride, head_stride, heads, rows, tiles, programs, shortest, quarters, few,
 ):  # fmt: skip
     """Writes the numbers of additions and of chains of every tile of queries of a head. Element 0 of both arrays is 0,
     so their running sums are the first addition and the first chain of each tile.
@@ -53,7 +63,8 @@ def chain_kernel(
         count = tl.load(counted_ptr + place, mask=place < rows, other=0)
         total += tl.sum(count.to(tl.int64), 0)
         live += tl.sum((count > 0).to(tl.int64), 0)
-    longest = tl.maximum(tl.cdiv(total * quarters, tl.maximum(4 * live, 1)), shortest)
+    longest = tl.cdiv(total * quarters, tl.maximum(4 * live, 1))
+    longest = tl.maximum(tl.where(total > few * live * live, tl.cdiv(total, programs), longest), shortest)
     target_ptr = made_ptr + number.to(tl.int64) * rows + 1
     for first in range(0, rows, AT_ONCE):
         place = first + tl.arange(0, AT_ONCE)

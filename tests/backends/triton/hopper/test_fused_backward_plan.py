@@ -120,6 +120,13 @@ def test_tiles_with_several_chains(longest):
     assert made.chains > 2 * 10
 
 
+def test_few_queries_of_many_keys_have_a_chain_for_every_so_many_additions_as_a_program_makes():
+    made = assert_mask_is_planned_alike(masks.dense(32, 16 * 200, block=16), 1, 2, 2, programs=20)
+    assert made.chains == 2 * 2 * 10
+    several = masks.dense(32, 16 * 8, block=16)  # not more than four times as many additions to a tile as tiles
+    assert assert_mask_is_planned_alike(several, 1, 2, 2, programs=20).chains == 2 * 2
+
+
 def test_lists_longer_than_what_is_compared_at_a_time_and_empty_ones():
     live = torch.rand(40, 3, generator=torch.Generator().manual_seed(0)) < 0.9
     live[:, 1] = False
