@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 
 
 def summed_scores(
@@ -41,22 +40,14 @@ def summed_scores(
     constants = scale is None, dim, padded, block_m, block_n, precision, far
     row_tiles, col_tiles = -(-rows // block_m), -(-cols // block_n)
     _kernel(
-        constants, q.dtype, factors.dtype, q.stride()[:3], k.stride()[:3], factors.stride(), q.data_ptr() % 16,
-        k.data_ptr() % 16, factors.data_ptr() % 16, q.device,
+        q.device, constants, q.dtype, factors.dtype, q.stride()[:3], k.stride()[:3], factors.stride(),
+        q.data_ptr() % 16, k.data_ptr() % 16, factors.data_ptr() % 16,
     ).start(
         batch * kv_heads * row_tiles * col_tiles, q, k, factors, begins, stops, scores, kv_heads, heads // kv_heads,
         row_tiles, col_tiles, start, rows, cols, 1.0 if scale is None else scale * LOG2E.value, *q.stride()[:3],
         *k.stride()[:3], *factors.stride(), *constants,
     )  # fmt: skip
     return scores
-
-
-@bounded(maxsize=64)
-def _kernel(constants: tuple[object, ...], *layout: object) -> Launch:
-    """The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`."""
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(summed_scores_kernel, device, num_warps=8, num_stages=3)
 
 
 @triton.jit(
@@ -113,3 +104,6 @@ def summed_scores_kernel(
     if some_key | (not RELU):
         to = (pair.to(tl.int64) * rows + row)[:, None] * cols + col[None, :]
         tl.store(scores_ptr + to, total, mask=is_row[:, None] & (col < cols)[None, :])
+
+
+_kernel = launches_of(summed_scores_kernel, num_warps=8, num_stages=3)
