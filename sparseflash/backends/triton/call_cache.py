@@ -102,6 +102,11 @@ class Run:
         dq, dk, dv, learned = self._call.scored_backward(dout, dlse, saved, lengths, None, changes, self._wanted)
         return dq, dk, dv, *in_dtypes_of(tensors, learned)
 
+    def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
+        if self._changes is not None:
+            return None
+        return self._call.repeated_backward(dout, saved, None if self._mask is None else self._mask.lengths)
+
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
