@@ -1,0 +1,141 @@
+"""Launches the kernels of attention to chosen blocks, for some pairs of a batch element and a head at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
+from sparseflash.backends.triton.device_functions.fp32_split import input_precision
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
+from sparseflash.backends.triton.launcher import OPTIONS, on_device
+from sparseflash.backends.triton.selected.block_backward import (
+    add_kernel,
+    block_dkdv_kernel,
+    block_dq_kernel,
+    delta_kernel,
+)
+from sparseflash.backends.triton.selected.block_forward import BlockShape, block_forward_kernel, join_kernel
+from sparseflash.backends.triton.selected.block_lists import Transposed, items_of, transposed
+from sparseflash.backends.triton.selected.sizes import readable, strides_of
+from sparseflash.backends.triton.selected.tiles import pieces, power
+from sparseflash.limits import COUNT
+
+_SCRATCH = 2 << 30  # bytes for the parts of a chunk
+_ROWS = 64  # of a tile of the kernels that join parts
+
+
+class _Call:
+    """What the kernels of one call share."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool) -> None:
+        (self.batch, query_heads, self.q_len, self.dim), (_, kv_heads, self.k_len, _) = q.shape, k.shape
+        self.heads, self.choices, self.span, self.causal = heads, choices, span, causal
+        self.group, self.repeats, self.pairs = query_heads // heads, heads // kv_heads, self.batch * heads
+        self.v_dim, self.blocks = v.shape[3], -(-self.k_len // span)
+        self.far = max(x.shape[2] * x.stride(2) for x in (q, k, v)) >= COUNT
+        self.precision = input_precision(q.dtype)
+
+    def shape(self, rows: int, keys: int) -> BlockShape:
+        """The constants for tiles of these rows and keys, which lie in one block."""
+        (low, high), group = pieces(self.dim), power(self.group, 1)
+        return BlockShape(
+            min(low, self.dim), max(0, self.dim - low) if high else 0, low, high, self.v_dim, power(self.v_dim),
+            max(rows, group), group, min(keys, self.span), self.causal, self.precision, self.far,
+        )  # fmt: skip
+
+    def numbers(self, first_pair: int) -> tuple[int, ...]:
+        return (
+            self.q_len, self.k_len, self.k_len - self.q_len, self.heads, self.repeats, self.group, self.choices,
+            self.blocks, self.span, first_pair, first_pair * self.blocks,
+        )  # fmt: skip
+
+    def chunks(self, width: int) -> Iterator[tuple[int, int]]:
+        """`(first pair, pairs)`, whose parts of `width` numbers a row fit into the scratch memory."""
+        most = max(1, _SCRATCH // (4 * width * self.q_len * self.choices * self.group))
+        for first in range(0, self.pairs, most):
+            yield first, min(most, self.pairs - first)
+
+    def items(self, lists: Transposed, first: int, pairs: int, shape: BlockShape) -> tuple[Tensor, Tensor, int]:
+        """`(ends of the tiles of each block, block of each tile, blocks)` of a chunk."""
+        count = pairs * self.blocks
+        entries = pairs * self.q_len * self.choices
+        return *items_of(lists.ends, first * self.blocks, count, entries, shape.ROWS // shape.GROUP), count
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Transposed]:
+    """`(out, lse, lists)`."""
+    out, lse = empty_out(q, v), empty_lse(q)
+    of = _Call(q, k, v, index.shape[1], index.shape[3], span, causal)
+    q, k, v = readable(q), readable(k), readable(v)
+    with on_device(q.device):
+        lists = transposed(index, of.blocks, span, of.k_len, causal)
+        shape = of.shape(128, 128)
+        for first, pairs in of.chunks(of.v_dim):
+            rows = pairs * of.q_len * of.choices * of.group
+            parts = torch.empty(rows, of.v_dim, dtype=torch.float32, device=q.device)
+            lse_of_parts = torch.empty(rows, dtype=torch.float32, device=q.device)
+            stops, numbers, count = of.items(lists, first, pairs, shape)
+            block_forward_kernel[(len(numbers),)](
+                q, k, v, lists.entries, lists.ends, stops, numbers, parts, lse_of_parts, *of.numbers(first), count,
+                scale * LOG2E.value, strides_of(q, k, v), shape, num_warps=8, num_stages=2, **OPTIONS,
+            )  # fmt: skip
+            join_kernel[(pairs * of.group * -(-of.q_len // _ROWS),)](
+                parts, lse_of_parts, lists.chosen, out, lse, of.q_len, of.heads, of.group, of.choices, first,
+                tuple(out.stride()[:3]), of.v_dim, shape.PADDED_DV, _ROWS, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    return out, lse, lists
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Transposed,
+    heads: int, span: int, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(dq, dk, dv)`."""
+    of = _Call(q, k, v, heads, lists.chosen.shape[2], span, causal)
+    dq = empty_gradient(q)
+    written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
+    q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
+    of.far = of.far or dout.shape[2] * dout.stride(2) >= COUNT
+    delta = torch.empty_like(lse)
+    # The gradients of the heads that choose; those of a key head are added below.
+    wide = q.dtype if of.repeats == 1 else torch.float32
+    dk, dv = (torch.empty(of.batch, heads, *x.shape[2:], dtype=wide, device=q.device) for x in (k, v))
+    scales = scale, scale * LOG2E.value
+    with on_device(q.device):
+        tiles = -(-of.q_len // _ROWS)
+        delta_kernel[(lse.shape[0] * lse.shape[1] * tiles,)](
+            dout, out, None if dlse is None else dlse.contiguous(), delta, of.q_len, q.shape[1], strides_of(dout, out),
+            of.v_dim, power(of.v_dim), _ROWS, num_warps=4, **OPTIONS,
+        )  # fmt: skip
+        tensors, strides = (q_, k_, v_, dout, lse, delta, lists.entries, lists.ends), strides_of(q_, k_, v_, dout)
+        shape = of.shape(64, 128)
+        block_dkdv_kernel[(of.pairs * -(-of.k_len // shape.BLOCK_N),)](
+            *tensors, dk, dv, *of.numbers(0), *scales, strides, shape, num_warps=8, num_stages=2, **OPTIONS
+        )
+        shape = of.shape(128, 64)
+        for first, pairs in of.chunks(of.dim):
+            parts = torch.empty(
+                pairs * of.q_len * of.choices * of.group, of.dim, dtype=torch.float32, device=q.device
+            )  # fmt: skip
+            stops, numbers, count = of.items(lists, first, pairs, shape)
+            block_dq_kernel[(len(numbers),)](
+                *tensors, stops, numbers, parts, *of.numbers(first), count, *scales, strides, shape, num_warps=8,
+                num_stages=2, **OPTIONS,
+            )  # fmt: skip
+            add_kernel[(pairs * of.group * tiles,)](
+                parts, lists.chosen, written, of.q_len, of.heads, of.group, of.choices, first,
+                tuple(written.stride()[:3]), of.dim, power(of.dim), _ROWS, num_warps=4, **OPTIONS,
+            )  # fmt: skip
+    if written is not dq:
+        dq.copy_(written)
+    gradients = []
+    for x, found in ((k, dk), (v, dv)):
+        if of.repeats > 1:
+            found = found.unflatten(1, (-1, of.repeats)).sum(2)
+        gradients.append(empty_gradient(x).copy_(found))
+    return dq, gradients[0], gradients[1]
