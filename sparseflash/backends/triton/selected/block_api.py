@@ -18,7 +18,7 @@ from sparseflash.backends.triton.selected.block_backward import (
     delta_kernel,
 )
 from sparseflash.backends.triton.selected.block_forward import BlockShape, block_forward_kernel, join_kernel
-from sparseflash.backends.triton.selected.block_lists import Transposed, items_of, transposed
+from sparseflash.backends.triton.selected.block_lists import Transposed, items_of, slot_bits, transposed
 from sparseflash.backends.triton.selected.sizes import readable, strides_of
 from sparseflash.backends.triton.selected.tiles import pieces, power
 from sparseflash.limits import COUNT
@@ -43,7 +43,8 @@ class _Call:
         (low, high), group = pieces(self.dim), power(self.group, 1)
         return BlockShape(
             min(low, self.dim), max(0, self.dim - low) if high else 0, low, high, self.v_dim, power(self.v_dim),
-            max(rows, group), group, min(keys, self.span), self.causal, self.precision, self.far,
+            max(rows, group), group, group > self.group, slot_bits(self.choices), min(keys, self.span), self.causal,
+            self.precision, self.far,
         )  # fmt: skip
 
     def numbers(self, first_pair: int) -> tuple[int, ...]:
@@ -101,7 +102,7 @@ def backward(
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
     of.far = of.far or dout.shape[2] * dout.stride(2) >= COUNT
-    delta = torch.empty_like(lse)
+    lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     # The gradients of the heads that choose; those of a key head are added below.
     wide = q.dtype if of.repeats == 1 else torch.float32
     dk, dv = (torch.empty(of.batch, heads, *x.shape[2:], dtype=wide, device=q.device) for x in (k, v))
@@ -109,10 +110,10 @@ def backward(
     with on_device(q.device):
         tiles = -(-of.q_len // _ROWS)
         delta_kernel[(lse.shape[0] * lse.shape[1] * tiles,)](
-            dout, out, None if dlse is None else dlse.contiguous(), delta, of.q_len, q.shape[1], strides_of(dout, out),
-            of.v_dim, power(of.v_dim), _ROWS, num_warps=4, **OPTIONS,
+            dout, out, lse, None if dlse is None else dlse.contiguous(), lse2, delta, of.q_len, q.shape[1],
+            strides_of(dout, out), of.v_dim, power(of.v_dim), _ROWS, num_warps=4, **OPTIONS,
         )  # fmt: skip
-        tensors, strides = (q_, k_, v_, dout, lse, delta, lists.entries, lists.ends), strides_of(q_, k_, v_, dout)
+        tensors, strides = (q_, k_, v_, dout, lse2, delta, lists.entries, lists.ends), strides_of(q_, k_, v_, dout)
         shape = of.shape(64, 128)
         block_dkdv_kernel[(of.pairs * -(-of.k_len // shape.BLOCK_N),)](
             *tensors, dk, dv, *of.numbers(0), *scales, strides, shape, num_warps=8, num_stages=2, **OPTIONS

@@ -22,11 +22,11 @@ from sparseflash.backends.triton.selected.loads import columns, store_columns, t
 @triton.jit(do_not_specialize=["q_len", "rows"])
 def delta_kernel(
     dout_ptr, out_ptr,  # [B, Hq, Nq, DV]
-    dlse_ptr,  # [B, Hq, Nq] contiguous, or None
-    delta_ptr,  # fp32 [B, Hq, Nq], written
+    lse_ptr, dlse_ptr,  # [B, Hq, Nq] contiguous; dlse may be None
+    lse2_ptr, delta_ptr,  # fp32 [B, Hq, Nq], written
     q_len, heads, strides, DV: tl.constexpr, PADDED_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sum of dout * out of each row, less the gradient of its lse."""
+    """Writes lse in base 2, inf for rows without a key, whose weights are then 0; and the sum of dout * out, less dlse."""
     dout_strides, out_strides = strides
     tiles = tl.cdiv(q_len, ROWS)
     pair = (tl.program_id(0) // tiles).to(tl.int64)
@@ -42,7 +42,10 @@ def delta_kernel(
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + pair * q_len + query, mask=is_row, other=0.0)
-    tl.store(delta_ptr + pair * q_len + query, delta, mask=is_row)
+    lse = tl.load(lse_ptr + pair * q_len + query, mask=is_row, other=float("-inf"))
+    empty = lse == float("-inf")
+    tl.store(lse2_ptr + pair * q_len + query, tl.where(empty, float("inf"), lse * LOG2E), mask=is_row)
+    tl.store(delta_ptr + pair * q_len + query, tl.where(empty, 0.0, delta), mask=is_row)
 
 
 @triton.jit
@@ -55,17 +58,51 @@ def _keys(k_ptr, offsets, live, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _statistics(lse_ptr, delta_ptr, offsets, inside):
-    """`(lse in base 2, delta)` of rows; inf, so that weights are 0, for rows without a key."""
-    lse = tl.load(lse_ptr + offsets, mask=inside, other=float("-inf"))
-    empty = lse == float("-inf")
-    delta = tl.where(empty, 0.0, tl.load(delta_ptr + offsets, mask=inside, other=0.0))
-    return tl.where(empty, float("inf"), lse * LOG2E), delta
+def _statistics(lse2_ptr, delta_ptr, offsets, inside):
+    """`(lse in base 2, delta)` of rows, as `delta_kernel` writes them."""
+    if inside is None:
+        lse2, delta = tl.load(lse2_ptr + offsets), tl.load(delta_ptr + offsets)
+    else:
+        lse2 = tl.load(lse2_ptr + offsets, mask=inside, other=float("inf"))
+        delta = tl.load(delta_ptr + offsets, mask=inside, other=0.0)
+    return lse2, delta
+
+
+@triton.jit
+def _with_queries(
+    dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, entry, key, is_key, q_len, shift,
+    choices, group, qk_scale, q_strides, dout_strides, SHAPE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile of keys, and of the queries of some entries. Unless MASKED, all of these see all keys."""
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    query, _, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
+    loaded = inside if MASKED or SHAPE.PADDED else None
+    q_low, q_high = queries_of(q_ptr, query * q_strides[2] + in_group * q_strides[1], loaded, SHAPE)
+    dout = columns(
+        dout_ptr, query * dout_strides[2] + in_group * dout_strides[1], loaded, 0, SHAPE.DV, SHAPE.PADDED_DV
+    )  # fmt: skip
+    lse2, delta = _statistics(lse2_ptr, delta_ptr, in_group * q_len + query, loaded)
+    scores = tl.dot(k_low, q_low.T, input_precision=PRECISION)
+    if SHAPE.HIGH > 0:
+        scores = tl.dot(k_high, q_high.T, scores, input_precision=PRECISION)
+    live = None
+    if MASKED:
+        live = tl.broadcast_to(is_key[:, None], scores.shape)
+        if SHAPE.CAUSAL:
+            live = live & (key[:, None] <= (query + shift)[None, :])
+    _, p = recomputed_weights(scores, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+    dp = tl.dot(v, dout.T, input_precision=PRECISION)
+    ds = score_gradients(p, dp, delta[None, :], None).to(q_low.dtype)
+    dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
+    if SHAPE.HIGH > 0:
+        dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)
+    return dk_low, dk_high, dv
 
 
 @triton.jit(do_not_specialize=[*SIZES, "scale", "qk_scale"])
 def block_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, entries_ptr, ends_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, entries_ptr, ends_ptr,
     dk_ptr, dv_ptr,  # [B, heads, Nk, D] and [B, heads, Nk, DV] contiguous, written
     q_len, k_len, shift, heads, repeats, group, choices, blocks, span, first_pair, first, scale, qk_scale,
     strides,  # of batch, head and token, of q, k, v and dout
@@ -97,7 +134,7 @@ def block_dkdv_kernel(
     )  # fmt: skip
     q_ptr += batch * q_strides[0] + head * group * q_strides[1]
     dout_ptr += batch * dout_strides[0] + head * group * dout_strides[1]
-    lse_ptr += pair * group * q_len
+    lse2_ptr += pair * group * q_len
     delta_ptr += pair * group * q_len
     at = pair * blocks + block
     begin = tl.load(ends_ptr + at - 1, mask=at > 0, other=0)
@@ -107,42 +144,75 @@ def block_dkdv_kernel(
     if SHAPE.HIGH > 0:
         dk_high = tl.zeros([BLOCK_N, PADDED_HIGH], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
+    # Only the first entries may be of queries in this block. Those, and a last tile with fewer rows, are masked.
+    size = ROWS // GROUP
+    masked = 0
+    if SHAPE.CAUSAL:
+        masked = tl.minimum(stop - begin, tile * BLOCK_N + BLOCK_N - block * span)
+        masked = (masked + size - 1) // size
+    elif tile * BLOCK_N + BLOCK_N > k_len:
+        masked = (stop - begin + size - 1) // size
+    count = (stop - begin) // size
+    rest = tl.where((stop - begin > count * size) & (count >= masked), 1, 0)
+    following = entries_at(entries_ptr, begin + tl.where(masked == 0, count, 0) * size, stop, GROUP, ROWS)
+    for step in range(0, masked + rest):
+        entry = following
+        next_step = tl.where(step + 1 < masked, step + 1, count)
+        following = entries_at(entries_ptr, begin + next_step * size, stop, GROUP, ROWS)
+        dk_low, dk_high, dv = _with_queries(
+            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, entry, key, is_key, q_len,
+            shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=True,
+        )  # fmt: skip
     # Entries are loaded one iteration ahead: addresses that were loaded in the same iteration would keep the compiler
     # from prefetching the queries.
-    following = entries_at(entries_ptr, begin, stop, GROUP, ROWS)
-    for step in range(begin, stop, ROWS // GROUP):
+    following = entries_at(entries_ptr, begin + masked * size, stop, GROUP, ROWS)
+    for step in range(masked, count):
         entry = following
-        following = entries_at(entries_ptr, step + ROWS // GROUP, stop, GROUP, ROWS)
-        query, in_group, inside = rows_of_entries(entry, choices, group, GROUP, ROWS, SHAPE.FAR)
-        q_low, q_high = queries_of(q_ptr, query * q_strides[2] + in_group * q_strides[1], inside, SHAPE)
-        dout = columns(
-            dout_ptr, query * dout_strides[2] + in_group * dout_strides[1], inside, 0, SHAPE.DV, PADDED_DV
+        following = entries_at(entries_ptr, begin + (step + 1) * size, stop, GROUP, ROWS)
+        dk_low, dk_high, dv = _with_queries(
+            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, entry, key, is_key, q_len,
+            shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=False,
         )  # fmt: skip
-        lse2, delta = _statistics(lse_ptr, delta_ptr, in_group * q_len + query, inside)
-        scores = tl.dot(k_low, q_low.T, input_precision=PRECISION)
-        if SHAPE.HIGH > 0:
-            scores = tl.dot(k_high, q_high.T, scores, input_precision=PRECISION)
-        live = tl.broadcast_to(is_key[:, None], scores.shape)
-        if SHAPE.CAUSAL:
-            live = live & (key[:, None] <= (query + shift)[None, :])
-        _, p = recomputed_weights(scores, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, dout.T, input_precision=PRECISION)
-        ds = (score_gradients(p, dp, delta[None, :], None) * scale).to(q_low.dtype)
-        dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
-        if SHAPE.HIGH > 0:
-            dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)
     row = pair * k_len + key
     D: tl.constexpr = SHAPE.LOW + SHAPE.HIGH
-    store_columns(dk_ptr, dk_low, row * D, is_key, 0, SHAPE.LOW, PADDED_LOW)
+    store_columns(dk_ptr, dk_low * scale, row * D, is_key, 0, SHAPE.LOW, PADDED_LOW)
     if SHAPE.HIGH > 0:
-        store_columns(dk_ptr, dk_high, row * D, is_key, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
+        store_columns(dk_ptr, dk_high * scale, row * D, is_key, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
     store_columns(dv_ptr, dv, row * SHAPE.DV, is_key, 0, SHAPE.DV, PADDED_DV)
+
+
+@triton.jit
+def _with_keys(
+    dq_low, dq_high, q_low, q_high, dout, lse2, delta, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides,
+    v_strides, SHAPE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile of queries, and of BLOCK_N keys from `start` on. Unless MASKED, all queries see all of these."""
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    key = start + tl.arange(0, SHAPE.BLOCK_N)
+    is_key = key < k_len
+    loaded = is_key if MASKED else None
+    k_low, k_high = _keys(k_ptr, token_offsets(key, is_key, k_strides[2], SHAPE.FAR), loaded, SHAPE)
+    v = columns(v_ptr, token_offsets(key, is_key, v_strides[2], SHAPE.FAR), loaded, 0, SHAPE.DV, SHAPE.PADDED_DV)
+    scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
+    if SHAPE.HIGH > 0:
+        scores = tl.dot(q_high, k_high.T, scores, input_precision=PRECISION)
+    live = None
+    if MASKED:
+        live = tl.broadcast_to(is_key[None, :], scores.shape)
+        if SHAPE.CAUSAL:
+            live = live & (key[None, :] <= position[:, None])
+    _, p = recomputed_weights(scores, live, lse2[:, None], 0.0, qk_scale, False, PRECISION, False)
+    dp = tl.dot(dout, v.T, input_precision=PRECISION)
+    ds = score_gradients(p, dp, delta[:, None], None).to(k_low.dtype)
+    dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
+    if SHAPE.HIGH > 0:
+        dq_high = tl.dot(ds, k_high, dq_high, input_precision=PRECISION)
+    return dq_low, dq_high
 
 
 @triton.jit(do_not_specialize=[*SIZES, "number", "scale", "qk_scale"])
 def block_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, entries_ptr, ends_ptr, stops_ptr, blocks_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, entries_ptr, ends_ptr, stops_ptr, blocks_ptr,
     parts_ptr,  # fp32 [pairs of the chunk, queries, choices, group, D], written
     q_len, k_len, shift, heads, repeats, group, choices, blocks, span, first_pair, first, number, scale, qk_scale,
     strides,  # of batch, head and token, of q, k, v and dout
@@ -161,7 +231,7 @@ def block_dq_kernel(
     pair = (first_pair + local).to(tl.int64)
     batch, head = pair // heads, pair % heads
     entry = entries_at(entries_ptr, at, stop, GROUP, ROWS)
-    query, in_group, inside = rows_of_entries(entry, choices, group, GROUP, ROWS, SHAPE.FAR)
+    query, place, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     position = query + shift
     q_low, q_high = queries_of(
         q_ptr + batch * q_strides[0] + head * group * q_strides[1], query * q_strides[2] + in_group * q_strides[1],
@@ -172,7 +242,7 @@ def block_dq_kernel(
         query * dout_strides[2] + in_group * dout_strides[1], inside, 0, SHAPE.DV, PADDED_DV,
     )  # fmt: skip
     of_pair = pair * group * q_len
-    lse2, delta = _statistics(lse_ptr + of_pair, delta_ptr + of_pair, in_group * q_len + query, inside)
+    lse2, delta = _statistics(lse2_ptr + of_pair, delta_ptr + of_pair, in_group * q_len + query, inside)
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     begin, whole, end = keys_of_block(block, position, inside, k_len, span, SHAPE.CAUSAL)
@@ -180,28 +250,22 @@ def block_dq_kernel(
     dq_high = dq_low
     if SHAPE.HIGH > 0:
         dq_high = tl.zeros([ROWS, PADDED_HIGH], tl.float32)
-    for start in range(begin, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        is_key = key < k_len
-        k_low, k_high = _keys(k_ptr, token_offsets(key, is_key, k_strides[2], SHAPE.FAR), is_key, SHAPE)
-        v = columns(v_ptr, token_offsets(key, is_key, v_strides[2], SHAPE.FAR), is_key, 0, SHAPE.DV, PADDED_DV)
-        scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
-        if SHAPE.HIGH > 0:
-            scores = tl.dot(q_high, k_high.T, scores, input_precision=PRECISION)
-        live = tl.broadcast_to(is_key[None, :], scores.shape)
-        if SHAPE.CAUSAL:
-            live = live & (key[None, :] <= position[:, None])
-        _, p = recomputed_weights(scores, live, lse2[:, None], 0.0, qk_scale, False, PRECISION, False)
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
-        ds = (score_gradients(p, dp, delta[:, None], None) * scale).to(k_low.dtype)
-        dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
-        if SHAPE.HIGH > 0:
-            dq_high = tl.dot(ds, k_high, dq_high, input_precision=PRECISION)
+    whole = begin + (whole - begin) // BLOCK_N * BLOCK_N
+    for start in range(begin, whole, BLOCK_N):
+        dq_low, dq_high = _with_keys(
+            dq_low, dq_high, q_low, q_high, dout, lse2, delta, k_ptr, v_ptr, start, position, k_len, qk_scale,
+            k_strides, v_strides, SHAPE, MASKED=False,
+        )  # fmt: skip
+    for start in range(whole, end, BLOCK_N):
+        dq_low, dq_high = _with_keys(
+            dq_low, dq_high, q_low, q_high, dout, lse2, delta, k_ptr, v_ptr, start, position, k_len, qk_scale,
+            k_strides, v_strides, SHAPE, MASKED=True,
+        )  # fmt: skip
     D: tl.constexpr = SHAPE.LOW + SHAPE.HIGH
-    row = ((local.to(tl.int64) * q_len * choices + entry) * group + in_group) * D
-    store_columns(parts_ptr, dq_low, row, inside, 0, SHAPE.LOW, PADDED_LOW)
+    row = ((local.to(tl.int64) * q_len * choices + place) * group + in_group) * D
+    store_columns(parts_ptr, dq_low * scale, row, inside, 0, SHAPE.LOW, PADDED_LOW)
     if SHAPE.HIGH > 0:
-        store_columns(parts_ptr, dq_high, row, inside, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
+        store_columns(parts_ptr, dq_high * scale, row, inside, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
 
 
 @triton.jit(do_not_specialize=["q_len", "heads", "group", "choices", "first_pair"])

@@ -26,7 +26,9 @@ class BlockShape:
     DV: int
     PADDED_DV: int
     ROWS: int  # of a tile: queries times heads
-    GROUP: int  # heads that share a choice, a power of two
+    GROUP: int  # heads that share a choice, padded to a power of two
+    PADDED: bool  # whether there are fewer
+    BITS: int  # of an entry that hold the slot
     BLOCK_N: int
     CAUSAL: bool
     PRECISION: str
@@ -41,14 +43,17 @@ def entries_at(entries_ptr, at, stop, GROUP: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def rows_of_entries(entry, choices, group, GROUP: tl.constexpr, ROWS: tl.constexpr, FAR: tl.constexpr):
-    """`(query, head of the group, whether there is such a row)` of each row of a tile."""
-    in_group = tl.arange(0, ROWS) % GROUP
-    inside = (entry >= 0) & (in_group < group)
-    query = tl.where(inside, entry, 0) // choices
-    if FAR:
+def rows_of_entries(entry, choices, group, SHAPE: tl.constexpr):
+    """`(query, place in all lists, head of the group, whether there is such a row)` of each row of a tile."""
+    in_group = tl.arange(0, SHAPE.ROWS) % SHAPE.GROUP
+    inside = entry >= 0
+    if SHAPE.PADDED:
+        inside = inside & (in_group < group)
+    entry = tl.where(inside, entry, 0)
+    query = entry >> SHAPE.BITS
+    if SHAPE.FAR:
         query = query.to(tl.int64)
-    return query, in_group, inside
+    return query, query.to(tl.int64) * choices + (entry & ((1 << SHAPE.BITS) - 1)), in_group, inside
 
 
 @triton.jit
@@ -99,7 +104,7 @@ def block_forward_kernel(
     pair = (first_pair + local).to(tl.int64)
     batch, head = pair // heads, pair % heads
     entry = entries_at(entries_ptr, at, stop, GROUP, ROWS)
-    query, in_group, inside = rows_of_entries(entry, choices, group, GROUP, ROWS, SHAPE.FAR)
+    query, place, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     position = query + shift
     offsets = query * q_strides[2] + in_group * q_strides[1]
     q_low, q_high = queries_of(q_ptr + batch * q_strides[0] + head * group * q_strides[1], offsets, inside, SHAPE)
@@ -134,7 +139,7 @@ def block_forward_kernel(
 
     empty = l_i == 0.0
     total = tl.where(empty, 1.0, l_i)
-    row = (local.to(tl.int64) * q_len * choices + entry) * group + in_group
+    row = (local.to(tl.int64) * q_len * choices + place) * group + in_group
     out = tl.where(empty[:, None], 0.0, acc / total[:, None])
     store_columns(parts_ptr, out, row * SHAPE.DV, inside, 0, SHAPE.DV, PADDED_DV)
     tl.store(lse_ptr + row, tl.where(empty, float("-inf"), m_i + tl.log2(total)), mask=inside)

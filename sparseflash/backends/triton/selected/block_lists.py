@@ -1,7 +1,7 @@
 """For each block of keys, the queries that have chosen it, in ascending order, without a sort.
 
-An entry is `query * choices + slot`: where the block is in the query's list. A block that a list has twice counts once,
-at its first slot. If causal, blocks after the query are left out.
+An entry is `query << slot_bits(choices) | slot`: the block is there in the query's list. A block that a list has twice
+counts once, at its first slot. If causal, blocks after the query are left out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from torch import Tensor
 from sparseflash.backends.triton.launcher import OPTIONS
 
 _QUERIES, _BLOCKS = 128, 64  # of a tile
+
+
+def slot_bits(choices: int) -> int:
+    """The bits of an entry that hold the slot."""
+    return (choices - 1).bit_length()
 
 
 class Transposed(NamedTuple):
@@ -35,9 +40,10 @@ def transposed(index: Tensor, blocks: int, span: int, k_len: int, causal: bool) 
     entries = torch.empty(index.numel(), dtype=torch.int32, device=device)
     chosen = torch.full((pairs, q_len, choices), -1, dtype=torch.int32, device=device)
     numbers = (q_len, choices, k_len - q_len, blocks, span, tiles, causal, _QUERIES, _BLOCKS)
+    bits = slot_bits(choices)
     count_kernel[(pairs * tiles,)](index, counts, *numbers, num_warps=4, **OPTIONS)
     ends = counts.cumsum(0, dtype=torch.int32)
-    fill_kernel[(pairs * tiles,)](index, counts, ends, entries, chosen, *numbers, num_warps=4, **OPTIONS)
+    fill_kernel[(pairs * tiles,)](index, counts, ends, entries, chosen, *numbers, bits, num_warps=4, **OPTIONS)
     return Transposed(entries, ends[tiles - 1 :: tiles].contiguous(), chosen)
 
 
@@ -94,6 +100,7 @@ def fill_kernel(
     index_ptr, counts_ptr, ends_ptr,  # as in count_kernel; int32 [pairs, blocks, tiles], the running sums of counts
     entries_ptr, chosen_ptr,  # see Transposed, written
     q_len, choices, shift, blocks, span, tiles, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """Writes the entries of the queries of a tile."""
     pair, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
@@ -108,8 +115,6 @@ def fill_kernel(
         begin -= tl.load(counts_ptr + at, mask=block < blocks, other=0)
         one = live.to(tl.int32)
         place = begin[None, :] + tl.cumsum(one, 0) - one
-        entry = query[:, None] * choices + slot
-        tl.store(entries_ptr + place, entry, mask=live)
-        tl.store(
-            chosen_ptr + pair * q_len * choices + entry, tl.broadcast_to(block[None, :], entry.shape), mask=live
-        )  # fmt: skip
+        tl.store(entries_ptr + place, (query[:, None] << BITS) | slot, mask=live)
+        at = (pair * q_len + query)[:, None] * choices + slot
+        tl.store(chosen_ptr + at, tl.broadcast_to(block[None, :], slot.shape), mask=live)
