@@ -21,7 +21,7 @@ from sparseflash.backends.triton.selected.block_forward import BlockShape, block
 from sparseflash.backends.triton.selected.block_lists import Transposed, items_of, slot_bits, transposed
 from sparseflash.backends.triton.selected.sizes import readable, strides_of
 from sparseflash.backends.triton.selected.tiles import pieces, power
-from sparseflash.limits import COUNT
+from sparseflash.limits import COUNT, check_count
 
 _SCRATCH = 2 << 30  # bytes for the parts of a chunk
 _ROWS = 64  # of a tile of the kernels that join parts
@@ -72,6 +72,14 @@ def forward(
     """`(out, lse, lists)`."""
     out, lse = empty_out(q, v), empty_lse(q)
     of = _Call(q, k, v, index.shape[1], index.shape[3], span, causal)
+    check_count(
+        "batch x heads that choose x queries x blocks of each",
+        of.batch,
+        of.heads,
+        of.q_len,
+        1 << slot_bits(of.choices),
+        remedy="Split the batch.",
+    )
     q, k, v = readable(q), readable(k), readable(v)
     with on_device(q.device):
         lists = transposed(index, of.blocks, span, of.k_len, causal)
@@ -94,9 +102,10 @@ def forward(
 
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Transposed,
-    heads: int, span: int, causal: bool, scale: float,
+    span: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
+    heads = lists.chosen.shape[0] // q.shape[0]
     of = _Call(q, k, v, heads, lists.chosen.shape[2], span, causal)
     dq = empty_gradient(q)
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)

@@ -26,7 +26,7 @@ def delta_kernel(
     lse2_ptr, delta_ptr,  # fp32 [B, Hq, Nq], written
     q_len, heads, strides, DV: tl.constexpr, PADDED_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes lse in base 2, inf for rows without a key, whose weights are then 0; and the sum of dout * out, less dlse."""
+    """Writes lse in base 2, inf for rows without a key so that weights are 0, and the sum of dout * out, less dlse."""
     dout_strides, out_strides = strides
     tiles = tl.cdiv(q_len, ROWS)
     pair = (tl.program_id(0) // tiles).to(tl.int64)
@@ -115,7 +115,6 @@ def block_dkdv_kernel(
     PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW
     PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
     PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
-    PRECISION: tl.constexpr = SHAPE.PRECISION
     q_strides, k_strides, v_strides, dout_strides = strides
     tiles = tl.cdiv(k_len, BLOCK_N)
     tile = tl.program_id(0) % tiles
@@ -186,7 +185,7 @@ def _with_keys(
     dq_low, dq_high, q_low, q_high, dout, lse2, delta, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides,
     v_strides, SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of queries, and of BLOCK_N keys from `start` on. Unless MASKED, all queries see all of these."""
+    """The sums of a tile of queries, and of BLOCK_N keys from `start` on. Unless MASKED, all queries see all of them."""
     PRECISION: tl.constexpr = SHAPE.PRECISION
     key = start + tl.arange(0, SHAPE.BLOCK_N)
     is_key = key < k_len
@@ -224,8 +223,6 @@ def block_dq_kernel(
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW
     PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
-    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
-    PRECISION: tl.constexpr = SHAPE.PRECISION
     q_strides, k_strides, v_strides, dout_strides = strides
     local, block, at, stop = item_of_program(stops_ptr, blocks_ptr, ends_ptr, first, number, blocks, GROUP, ROWS)
     pair = (first_pair + local).to(tl.int64)
@@ -239,7 +236,7 @@ def block_dq_kernel(
     )  # fmt: skip
     dout = columns(
         dout_ptr + batch * dout_strides[0] + head * group * dout_strides[1],
-        query * dout_strides[2] + in_group * dout_strides[1], inside, 0, SHAPE.DV, PADDED_DV,
+        query * dout_strides[2] + in_group * dout_strides[1], inside, 0, SHAPE.DV, SHAPE.PADDED_DV,
     )  # fmt: skip
     of_pair = pair * group * q_len
     lse2, delta = _statistics(lse2_ptr + of_pair, delta_ptr + of_pair, in_group * q_len + query, inside)
