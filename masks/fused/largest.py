@@ -1,4 +1,4 @@
-"""The largest scores of each row, however many: a radix selection, one program a row."""
+"""The largest scores of each row, however many: a radix selection, one program a row; short rows in registers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 
 _SIZE = 2048  # scores of a row that are read at once
+_SHORT = 2048  # scores of a row that are in registers
+_IN_REGISTERS = 4096  # scores of a program
 
 
 def write_largest(
@@ -28,6 +30,13 @@ def write_largest(
         first, last: candidates at the beginning and at the end that are always taken.
     """
     lists, rows, count = scores.shape
+    if count <= _SHORT:
+        size = max(16, 1 << (count - 1).bit_length())
+        _short_kernel(index.data_ptr() % 16, scores.data_ptr() % 16, index.device).start(
+            -(-lists * rows * size // _IN_REGISTERS), scores, begins, stops, index, lists, rows, count, index.shape[1],
+            start, index.shape[2], first, last, _IN_REGISTERS // size, size,
+        )  # fmt: skip
+        return
     _kernel(index.data_ptr() % 16, scores.data_ptr() % 16, index.device).start(
         lists * rows, scores, begins, stops, index, rows, count, index.shape[1], start, index.shape[2], first, last,
         _SIZE,
@@ -39,6 +48,13 @@ def _kernel(*layout: object) -> Launch:
     device = layout[-1]
     assert isinstance(device, torch.device)
     return Launch.of_all_arguments(largest_kernel, device, num_warps=8, num_stages=2)
+
+
+@bounded(maxsize=64)
+def _short_kernel(*layout: object) -> Launch:
+    device = layout[-1]
+    assert isinstance(device, torch.device)
+    return Launch.of_all_arguments(short_kernel, device, num_warps=4, num_stages=1)
 
 
 @triton.jit
@@ -105,3 +121,36 @@ def largest_kernel(
         equal += tl.sum(same, 0)
     for at in range(taken // SIZE * SIZE, k, SIZE):
         tl.store(index_ptr + at + lane, tl.full([SIZE], -1, tl.int32), mask=(at + lane >= taken) & (at + lane < k))
+
+
+@triton.jit(do_not_specialize=["lists", "rows", "count", "all_rows", "start", "k", "first", "last"])
+def short_kernel(
+    scores_ptr, begins_ptr, stops_ptr, index_ptr,  # as in largest_kernel
+    lists, rows, count, all_rows, start, k, first, last,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Finds the k-th largest key of each of ROWS rows, its bits from the highest on; then lists what is not below it."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = tl.arange(0, SIZE)[None, :]
+    exists = row < lists * rows
+    at = start + row % rows
+    begin = tl.load(begins_ptr + at, mask=exists, other=0)[:, None]
+    stop = tl.minimum(tl.load(stops_ptr + at, mask=exists, other=0), count)[:, None]
+    key, live = _keys(scores_ptr + (row * count)[:, None], number, begin, stop, first, last)
+    key = tl.where(live, key, 0)  # less than any number's
+    kth = tl.zeros([ROWS], tl.uint32)  # 0 if there are fewer than k: all are taken
+    for step in range(0, 32):
+        higher = kth | (tl.full([ROWS], 1, tl.uint32) << (31 - step))
+        kth = tl.where(tl.sum((key >= higher[:, None]).to(tl.int32), 1) >= k, higher, kth)
+    above = (key > kth[:, None]).to(tl.int32)
+    same = (live & (key == kth[:, None])).to(tl.int32)
+    earlier = tl.cumsum(same, 1) - same
+    take = above + tl.where(earlier < (k - tl.sum(above, 1))[:, None], same, 0)
+    index_ptr += ((row // rows * all_rows + at) * k)[:, None]
+    tl.store(index_ptr + tl.cumsum(take, 1) - take, tl.broadcast_to(number, take.shape), mask=take > 0)
+    taken = tl.sum(take, 1)[:, None]
+    for slot in range(0, k, SIZE):
+        tl.store(
+            index_ptr + slot + number, tl.full([ROWS, SIZE], -1, tl.int32),
+            mask=exists[:, None] & (slot + number >= taken) & (slot + number < k),
+        )  # fmt: skip
