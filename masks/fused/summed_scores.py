@@ -20,6 +20,7 @@ from sparseflash.blockmask.cache import bounded
 if TYPE_CHECKING:
     from sparseflash.selection.choice import Pool
 
+
 def summed_scores(
     q: Tensor, k: Tensor, factors: Tensor, begins: Tensor, stops: Tensor, start: int, rows: int, *,
     scale: float | None = None, pool: Pool | None = None,

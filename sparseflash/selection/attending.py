@@ -65,7 +65,7 @@ def over_chosen(
 
 
 def _gathers(q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, how: How) -> bool:
-    """Whether kernels that gather the queries of a block are faster than a mask, whose tiles have blocks of them all."""
+    """Whether kernels that gather the queries of a block are faster than a mask."""
     if q.device.type != "cuda" and how.backend is None:
         return False
     if q.shape[1] // index.shape[1] >= _ROWS or k.shape[2] < _FEW * index.shape[3] * span:

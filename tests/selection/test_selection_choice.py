@@ -28,6 +28,7 @@ def candidates(rows, blocks, seed):
 @example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)  # several parts of a row
 @example(2, 5000, 700, 0, 0, distinct, 1 << 20, 1)
 @example(2, 2048, 2048, 0, 0, coarse, 1 << 20, 2)  # in registers
+@example(1, 6000, 4200, 0, 1, distinct, 1 << 20, 3)  # too many for registers
 def test_the_largest_of_a_row_are_those_of_a_sort(rows, blocks, k, first, last, make, at_once, seed):
     scores = make((2, 3, rows, blocks), seed)
     scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a sort takes NaN for the largest

@@ -185,7 +185,7 @@ def _with_keys(
     dq_low, dq_high, q_low, q_high, dout, lse2, delta, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides,
     v_strides, SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of queries, and of BLOCK_N keys from `start` on. Unless MASKED, all queries see all of them."""
+    """The sums of a tile of queries, and of BLOCK_N keys from `start` on. Unless MASKED, all queries see them."""
     PRECISION: tl.constexpr = SHAPE.PRECISION
     key = start + tl.arange(0, SHAPE.BLOCK_N)
     is_key = key < k_len

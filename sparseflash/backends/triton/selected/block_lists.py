@@ -37,7 +37,7 @@ def transposed(index: Tensor, blocks: int, span: int, k_len: int, causal: bool) 
     index, pairs, device = index.clamp(-1, blocks).to(torch.int32).contiguous(), batch * heads, index.device
     tiles = -(-q_len // _QUERIES)
     counts = torch.empty(pairs * blocks * tiles, dtype=torch.int32, device=device)
-    entries = torch.empty(index.numel(), dtype=torch.int32, device=device)
+    entries = torch.zeros(index.numel(), dtype=torch.int32, device=device)
     chosen = torch.full((pairs, q_len, choices), -1, dtype=torch.int32, device=device)
     numbers = (q_len, choices, k_len - q_len, blocks, span, tiles, causal, _QUERIES, _BLOCKS)
     bits = slot_bits(choices)
