@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from sparseflash.backends.triton.selected.block_backward import (
     block_dkdv_kernel,
     block_dq_kernel,
     delta_kernel,
+    pack_kernel,
+    sum_kernel,
 )
 from sparseflash.backends.triton.selected.block_forward import BlockShape, block_forward_kernel, join_kernel
 from sparseflash.backends.triton.selected.block_lists import Transposed, items_of, slot_bits, transposed
@@ -25,9 +28,12 @@ from sparseflash.limits import COUNT, check_count
 
 _SCRATCH = 2 << 30  # bytes for the parts of a chunk
 _ROWS = 64  # of a tile of the kernels that join parts
+_PACKED = 1024  # rows of a program that packs statistics
+_SPLIT = 16  # heads that share a choice, from which on long lists of a block are cut
+_LONGEST = 16_384  # rows of queries of a part
 
 
-class _Call:
+class Call:
     """What the kernels of one call share."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool) -> None:
@@ -46,6 +52,10 @@ class _Call:
             max(rows, group), group, group > self.group, slot_bits(self.choices), min(keys, self.span), self.causal,
             self.precision, self.far,
         )  # fmt: skip
+
+    def heads_of(self, x: Tensor) -> tuple[int, ...]:
+        """The strides of the batch, the head that chooses, the token, and the head of its group."""
+        return x.stride(0), x.stride(1) * self.group, x.stride(2), x.stride(1)
 
     def numbers(self, first_pair: int) -> tuple[int, ...]:
         return (
@@ -71,7 +81,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Transposed]:
     """`(out, lse, lists)`."""
     out, lse = empty_out(q, v), empty_lse(q)
-    of = _Call(q, k, v, index.shape[1], index.shape[3], span, causal)
+    of = Call(q, k, v, index.shape[1], index.shape[3], span, causal)
     check_count(
         "batch x heads that choose x queries x blocks of each",
         of.batch,
@@ -80,6 +90,14 @@ def forward(
         1 << slot_bits(of.choices),
         remedy="Split the batch.",
     )
+    if out.numel() == 0 or k.numel() == 0 or of.choices == 0:
+        lists = Transposed(
+            *(
+                index.new_zeros(size, dtype=torch.int32)
+                for size in (index.numel(), of.pairs * of.blocks, (of.pairs, of.q_len, of.choices))
+            )
+        )
+        return out.zero_(), lse.fill_(-torch.inf), lists
     q, k, v = readable(q), readable(k), readable(v)
     with on_device(q.device):
         lists = transposed(index, of.blocks, span, of.k_len, causal)
@@ -91,7 +109,7 @@ def forward(
             stops, numbers, count = of.items(lists, first, pairs, shape)
             block_forward_kernel[(len(numbers),)](
                 q, k, v, lists.entries, lists.ends, stops, numbers, parts, lse_of_parts, *of.numbers(first), count,
-                scale * LOG2E.value, strides_of(q, k, v), shape, num_warps=8, num_stages=2, **OPTIONS,
+                scale * LOG2E.value, (of.heads_of(q), *strides_of(k, v)), shape, num_warps=8, num_stages=2, **OPTIONS,
             )  # fmt: skip
             join_kernel[(pairs * of.group * -(-of.q_len // _ROWS),)](
                 parts, lse_of_parts, lists.chosen, out, lse, of.q_len, of.heads, of.group, of.choices, first,
@@ -100,21 +118,27 @@ def forward(
     return out, lse, lists
 
 
+class Rows(NamedTuple):
+    """Of each row of queries the lse in base 2 and delta, and the strides of a pair, a token, and a head of its group."""
+
+    lse2: Tensor
+    delta: Tensor
+    strides: tuple[int, int, int]
+
+
 def backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Transposed,
     span: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
-    heads = lists.chosen.shape[0] // q.shape[0]
-    of = _Call(q, k, v, heads, lists.chosen.shape[2], span, causal)
+    of = Call(q, k, v, lists.chosen.shape[0] // q.shape[0], lists.chosen.shape[2], span, causal)
     dq = empty_gradient(q)
+    if dq.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
     of.far = of.far or dout.shape[2] * dout.stride(2) >= COUNT
     lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
-    # The gradients of the heads that choose; those of a key head are added below.
-    wide = q.dtype if of.repeats == 1 else torch.float32
-    dk, dv = (torch.empty(of.batch, heads, *x.shape[2:], dtype=wide, device=q.device) for x in (k, v))
     scales = scale, scale * LOG2E.value
     with on_device(q.device):
         tiles = -(-of.q_len // _ROWS)
@@ -122,11 +146,9 @@ def backward(
             dout, out, lse, None if dlse is None else dlse.contiguous(), lse2, delta, of.q_len, q.shape[1],
             strides_of(dout, out), of.v_dim, power(of.v_dim), _ROWS, num_warps=4, **OPTIONS,
         )  # fmt: skip
-        tensors, strides = (q_, k_, v_, dout, lse2, delta, lists.entries, lists.ends), strides_of(q_, k_, v_, dout)
-        shape = of.shape(64, 128)
-        block_dkdv_kernel[(of.pairs * -(-of.k_len // shape.BLOCK_N),)](
-            *tensors, dk, dv, *of.numbers(0), *scales, strides, shape, num_warps=8, num_stages=2, **OPTIONS
-        )
+        rows = Rows(lse2, delta, (of.group * of.q_len, 1, of.q_len))
+        dk, dv = of_keys(of, q_, k_, v_, dout, of.heads_of(q_), of.heads_of(dout), rows, lists, scale)
+        strides = of.heads_of(q_), *strides_of(k_, v_), of.heads_of(dout)
         shape = of.shape(128, 64)
         for first, pairs in of.chunks(of.dim):
             parts = torch.empty(
@@ -134,8 +156,8 @@ def backward(
             )  # fmt: skip
             stops, numbers, count = of.items(lists, first, pairs, shape)
             block_dq_kernel[(len(numbers),)](
-                *tensors, stops, numbers, parts, *of.numbers(first), count, *scales, strides, shape, num_warps=8,
-                num_stages=2, **OPTIONS,
+                q_, k_, v_, dout, lse2, delta, lists.entries, lists.ends, stops, numbers, parts, *of.numbers(first),
+                count, *scales, strides, shape, num_warps=8, num_stages=2, **OPTIONS,
             )  # fmt: skip
             add_kernel[(pairs * of.group * tiles,)](
                 parts, lists.chosen, written, of.q_len, of.heads, of.group, of.choices, first,
@@ -143,9 +165,52 @@ def backward(
             )  # fmt: skip
     if written is not dq:
         dq.copy_(written)
-    gradients = []
-    for x, found in ((k, dk), (v, dv)):
-        if of.repeats > 1:
-            found = found.unflatten(1, (-1, of.repeats)).sum(2)
-        gradients.append(empty_gradient(x).copy_(found))
-    return dq, gradients[0], gradients[1]
+    return dq, empty_gradient(k).copy_(dk), empty_gradient(v).copy_(dv)
+
+
+def of_keys(
+    of: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, q_strides: tuple[int, ...], dout_strides: tuple[int, ...],
+    rows: Rows, lists: Transposed, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(dk, dv)`, in q's dtype, or in fp32 where several heads that choose share a key head.
+
+    q_strides, dout_strides: of the batch, the head that chooses, the token, and the head of its group.
+    """
+    device, entries, group = q.device, lists.entries.numel(), power(of.group, 1)
+    wide = q.dtype if of.repeats == 1 else torch.float32
+    dk, dv = (torch.empty(of.batch, of.heads, *x.shape[2:], dtype=wide, device=device) for x in (k, v))
+    packed = torch.empty(2, entries, group, dtype=torch.float32, device=device)
+    pack_kernel[(-(-of.q_len * of.choices * group // _PACKED), of.pairs)](
+        rows.lse2, rows.delta, lists.entries, lists.ends, packed, of.group, of.blocks, entries, rows.strides, group,
+        slot_bits(of.choices), _PACKED, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    large = of.dim + of.v_dim > 256
+    shape = of.shape(64, 64 if large else 128)
+    options = {"num_warps": 8 if large or shape.BLOCK_N >= 128 else 4, "num_stages": 2, **OPTIONS}
+    tensors, strides = (q, k, v, dout, packed, lists.entries, lists.ends), (q_strides, *strides_of(k, v), dout_strides)
+    count, scales = of.pairs * of.blocks, (scale, scale * LOG2E.value)
+    parts = -(-of.span // shape.BLOCK_N)
+    if group < _SPLIT:
+        block_dkdv_kernel[(count * parts,)](
+            *tensors, None, None, dk, dv, *of.numbers(0), count, entries, 0, *scales, strides, shape, False, **options
+        )
+    else:  # a block that all queries choose would take longer than all others together
+        longest, of_item = _LONGEST // group, 4 * of.span * (of.dim + of.v_dim)
+        while entries // longest * of_item > _SCRATCH:
+            longest *= 2
+        stops, numbers = items_of(lists.ends, 0, count, entries, longest)
+        of_parts = [
+            torch.empty(len(numbers) * of.span, dim, dtype=torch.float32, device=device) for dim in (of.dim, of.v_dim)
+        ]
+        block_dkdv_kernel[(len(numbers) * parts,)](
+            *tensors, stops, numbers, *of_parts, *of.numbers(0), count, entries, longest, *scales, strides, shape, True,
+            **options,
+        )  # fmt: skip
+        for part, total in zip(of_parts, (dk, dv)):
+            width, at_once = total.shape[3], min(of.span, 16)
+            sum_kernel[(count * (of.span // at_once),)](
+                part, stops, total, of.k_len, of.blocks, of.span, width, power(width), at_once, num_warps=4, **OPTIONS
+            )
+    if of.repeats == 1:
+        return dk, dv
+    return dk.unflatten(1, (-1, of.repeats)).sum(2), dv.unflatten(1, (-1, of.repeats)).sum(2)

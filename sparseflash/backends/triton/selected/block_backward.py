@@ -57,31 +57,49 @@ def _keys(k_ptr, offsets, live, SHAPE: tl.constexpr):
     return low, high
 
 
-@triton.jit
-def _statistics(lse2_ptr, delta_ptr, offsets, inside):
-    """`(lse in base 2, delta)` of rows, as `delta_kernel` writes them."""
-    if inside is None:
-        lse2, delta = tl.load(lse2_ptr + offsets), tl.load(delta_ptr + offsets)
-    else:
-        lse2 = tl.load(lse2_ptr + offsets, mask=inside, other=float("inf"))
-        delta = tl.load(delta_ptr + offsets, mask=inside, other=0.0)
-    return lse2, delta
+@triton.jit(do_not_specialize=["group", "count"])
+def pack_kernel(
+    lse2_ptr, delta_ptr,  # fp32, of each row of queries, as delta_kernel writes them
+    entries_ptr, ends_ptr,  # see Transposed
+    packed_ptr,  # fp32 [2, entries, GROUP], written
+    group, blocks, count, strides,  # of the pair, the token, and the head of its group
+    GROUP: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Writes lse2 and delta in the order of entries: a gather in each step of `block_dkdv_kernel` would take longer."""
+    pair = (tl.program_id(1)).to(tl.int64)
+    begin = tl.load(ends_ptr + pair * blocks - 1, mask=pair > 0, other=0)
+    stop = tl.load(ends_ptr + (pair + 1) * blocks - 1)
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    at, in_group = begin + row // GROUP, row % GROUP
+    inside = (at < stop) & (in_group < group)
+    query = (tl.load(entries_ptr + at, mask=inside, other=0) >> BITS).to(tl.int64)
+    read = pair * strides[0] + query * strides[1] + in_group * strides[2]
+    to = at.to(tl.int64) * GROUP + in_group
+    tl.store(packed_ptr + to, tl.load(lse2_ptr + read, mask=inside, other=float("inf")), mask=at < stop)
+    tl.store(
+        packed_ptr + count * GROUP + to, tl.load(delta_ptr + read, mask=inside, other=0.0), mask=at < stop
+    )  # fmt: skip
 
 
 @triton.jit
 def _with_queries(
-    dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, entry, key, is_key, q_len, shift,
+    dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, row, rows, count, entry, key, is_key, shift,
     choices, group, qk_scale, q_strides, dout_strides, SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile of keys, and of the queries of some entries. Unless MASKED, all of these see all keys."""
     PRECISION: tl.constexpr = SHAPE.PRECISION
     query, _, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     loaded = inside if MASKED or SHAPE.PADDED else None
-    q_low, q_high = queries_of(q_ptr, query * q_strides[2] + in_group * q_strides[1], loaded, SHAPE)
+    q_low, q_high = queries_of(q_ptr, query * q_strides[2] + in_group * q_strides[3], loaded, SHAPE)
     dout = columns(
-        dout_ptr, query * dout_strides[2] + in_group * dout_strides[1], loaded, 0, SHAPE.DV, SHAPE.PADDED_DV
+        dout_ptr, query * dout_strides[2] + in_group * dout_strides[3], loaded, 0, SHAPE.DV, SHAPE.PADDED_DV
     )  # fmt: skip
-    lse2, delta = _statistics(lse2_ptr, delta_ptr, in_group * q_len + query, loaded)
+    place = row + tl.arange(0, SHAPE.ROWS)
+    if MASKED:
+        lse2 = tl.load(packed_ptr + place, mask=place < rows, other=float("inf"))
+        delta = tl.load(packed_ptr + count + place, mask=place < rows, other=0.0)
+    else:
+        lse2, delta = tl.load(packed_ptr + place), tl.load(packed_ptr + count + place)
     scores = tl.dot(k_low, q_low.T, input_precision=PRECISION)
     if SHAPE.HIGH > 0:
         scores = tl.dot(k_high, q_high.T, scores, input_precision=PRECISION)
@@ -100,29 +118,44 @@ def _with_queries(
     return dk_low, dk_high, dv
 
 
-@triton.jit(do_not_specialize=[*SIZES, "scale", "qk_scale"])
+@triton.jit(do_not_specialize=[*SIZES, "number", "count", "longest", "scale", "qk_scale"])
 def block_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, entries_ptr, ends_ptr,
-    dk_ptr, dv_ptr,  # [B, heads, Nk, D] and [B, heads, Nk, DV] contiguous, written
-    q_len, k_len, shift, heads, repeats, group, choices, blocks, span, first_pair, first, scale, qk_scale,
-    strides,  # of batch, head and token, of q, k, v and dout
-    SHAPE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, packed_ptr, entries_ptr, ends_ptr,
+    stops_ptr, blocks_ptr,  # see items_of, if lists are SPLIT; otherwise None
+    dk_ptr, dv_ptr,  # [B, heads, Nk, D] and [B, heads, Nk, DV] contiguous, written; or fp32 [items, span, D or DV]
+    q_len, k_len, shift, heads, repeats, group, choices, blocks, span, first_pair, first, number, count, longest, scale,
+    qk_scale, strides,  # of q, k, v and dout: see block_forward_kernel
+    SHAPE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Computes dk and dv of BLOCK_N keys."""
+    """Computes dk and dv of BLOCK_N keys: of all their queries, or of up to `longest` entries of them if SPLIT."""
     ROWS: tl.constexpr = SHAPE.ROWS
     GROUP: tl.constexpr = SHAPE.GROUP
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW
     PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
     PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
+    size: tl.constexpr = ROWS // GROUP
     q_strides, k_strides, v_strides, dout_strides = strides
-    tiles = tl.cdiv(k_len, BLOCK_N)
-    tile = tl.program_id(0) % tiles
-    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    parts = tl.cdiv(span, BLOCK_N)
+    item = tl.program_id(0) // parts
+    found = item
+    if SPLIT:
+        found = tl.load(blocks_ptr + item).to(tl.int32)
+    exists = found < number
+    found = tl.where(exists, found, 0)
+    pair, block = (found // blocks).to(tl.int64), found % blocks
     batch, head = pair // heads, pair % heads
-    block = tile * BLOCK_N // span
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_key = key < k_len
+    stop = tl.load(ends_ptr + found)
+    begin = tl.load(ends_ptr + found - 1, mask=found > 0, other=0)
+    before = 0
+    if SPLIT:
+        before = (item - tl.load(stops_ptr + found - 1, mask=found > 0, other=0)).to(tl.int32) * longest
+        stop = tl.minimum(stop, begin + before + longest)
+        begin += before
+        stop = tl.where(exists, stop, begin)
+    first_key = block * span + tl.program_id(0) % parts * BLOCK_N
+    key = first_key + tl.arange(0, BLOCK_N)
+    is_key = key < tl.where(exists, k_len, 0)
     k_low, k_high = _keys(
         k_ptr + batch * k_strides[0] + head // repeats * k_strides[1],
         token_offsets(key, is_key, k_strides[2], SHAPE.FAR), is_key, SHAPE,
@@ -131,53 +164,75 @@ def block_dkdv_kernel(
         v_ptr + batch * v_strides[0] + head // repeats * v_strides[1],
         token_offsets(key, is_key, v_strides[2], SHAPE.FAR), is_key, 0, SHAPE.DV, PADDED_DV,
     )  # fmt: skip
-    q_ptr += batch * q_strides[0] + head * group * q_strides[1]
-    dout_ptr += batch * dout_strides[0] + head * group * dout_strides[1]
-    lse2_ptr += pair * group * q_len
-    delta_ptr += pair * group * q_len
-    at = pair * blocks + block
-    begin = tl.load(ends_ptr + at - 1, mask=at > 0, other=0)
-    stop = tl.load(ends_ptr + at)
+    q_ptr += batch * q_strides[0] + head * q_strides[1]
+    dout_ptr += batch * dout_strides[0] + head * dout_strides[1]
+    packed_ptr += begin.to(tl.int64) * GROUP
+    rows = (stop - begin) * GROUP
     dk_low = tl.zeros([BLOCK_N, PADDED_LOW], tl.float32)
     dk_high = dk_low
     if SHAPE.HIGH > 0:
         dk_high = tl.zeros([BLOCK_N, PADDED_HIGH], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
     # Only the first entries may be of queries in this block. Those, and a last tile with fewer rows, are masked.
-    size = ROWS // GROUP
     masked = 0
     if SHAPE.CAUSAL:
-        masked = tl.minimum(stop - begin, tile * BLOCK_N + BLOCK_N - block * span)
+        masked = tl.maximum(tl.minimum(stop - begin, first_key + BLOCK_N - block * span - before), 0)
         masked = (masked + size - 1) // size
-    elif tile * BLOCK_N + BLOCK_N > k_len:
+    elif first_key + BLOCK_N > k_len:
         masked = (stop - begin + size - 1) // size
-    count = (stop - begin) // size
-    rest = tl.where((stop - begin > count * size) & (count >= masked), 1, 0)
-    following = entries_at(entries_ptr, begin + tl.where(masked == 0, count, 0) * size, stop, GROUP, ROWS)
-    for step in range(0, masked + rest):
-        entry = following
-        next_step = tl.where(step + 1 < masked, step + 1, count)
-        following = entries_at(entries_ptr, begin + next_step * size, stop, GROUP, ROWS)
-        dk_low, dk_high, dv = _with_queries(
-            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, entry, key, is_key, q_len,
-            shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=True,
-        )  # fmt: skip
+    full = (stop - begin) // size
+    rest = tl.where((stop - begin > full * size) & (full >= masked), 1, 0)
     # Entries are loaded one iteration ahead: addresses that were loaded in the same iteration would keep the compiler
     # from prefetching the queries.
+    following = entries_at(entries_ptr, begin + tl.where(masked == 0, full, 0) * size, stop, GROUP, ROWS)
+    for step in range(0, masked + rest):
+        entry = following
+        at = tl.where(step < masked, step, full) * size
+        next_at = tl.where(step + 1 < masked, step + 1, full) * size
+        following = entries_at(entries_ptr, begin + next_at, stop, GROUP, ROWS)
+        dk_low, dk_high, dv = _with_queries(
+            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, at * GROUP, rows, count * GROUP, entry,
+            key, is_key, shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=True,
+        )  # fmt: skip
     following = entries_at(entries_ptr, begin + masked * size, stop, GROUP, ROWS)
-    for step in range(masked, count):
+    for step in range(masked, full):
         entry = following
         following = entries_at(entries_ptr, begin + (step + 1) * size, stop, GROUP, ROWS)
         dk_low, dk_high, dv = _with_queries(
-            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, lse2_ptr, delta_ptr, entry, key, is_key, q_len,
-            shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=False,
+            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, step * ROWS, rows, count * GROUP, entry,
+            key, is_key, shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=False,
         )  # fmt: skip
-    row = pair * k_len + key
     D: tl.constexpr = SHAPE.LOW + SHAPE.HIGH
+    row = pair * k_len + key
+    if SPLIT:
+        row = item.to(tl.int64) * span + key - block * span
+        is_key = key < tl.where(exists, block * span + span, 0)
     store_columns(dk_ptr, dk_low * scale, row * D, is_key, 0, SHAPE.LOW, PADDED_LOW)
     if SHAPE.HIGH > 0:
         store_columns(dk_ptr, dk_high * scale, row * D, is_key, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
     store_columns(dv_ptr, dv, row * SHAPE.DV, is_key, 0, SHAPE.DV, PADDED_DV)
+
+
+@triton.jit(do_not_specialize=["k_len", "blocks", "span"])
+def sum_kernel(
+    parts_ptr, stops_ptr,  # fp32 [items, span, WIDTH], as block_dkdv_kernel writes them; see items_of
+    sums_ptr,  # [pairs, Nk, WIDTH], written
+    k_len, blocks, span, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Adds the parts of some keys of a block, in order."""
+    parts = tl.cdiv(span, ROWS)
+    found = tl.program_id(0) // parts
+    in_block = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    pair, key = (found // blocks).to(tl.int64), found % blocks * span + in_block
+    dims = tl.arange(0, PADDED)
+    inside = ((in_block < span) & (key < k_len))[:, None] & (dims < WIDTH)[None, :]
+    total = tl.zeros([ROWS, PADDED], tl.float32)
+    first = tl.load(stops_ptr + found - 1, mask=found > 0, other=0)
+    for item in range(first, tl.load(stops_ptr + found)):
+        row = item.to(tl.int64) * span + in_block
+        total += tl.load(parts_ptr + (row * WIDTH)[:, None] + dims[None, :], mask=inside, other=0.0)
+    pointers = sums_ptr + ((pair * k_len + key) * WIDTH)[:, None] + dims[None, :]
+    tl.store(pointers, total.to(sums_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -214,7 +269,7 @@ def block_dq_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, entries_ptr, ends_ptr, stops_ptr, blocks_ptr,
     parts_ptr,  # fp32 [pairs of the chunk, queries, choices, group, D], written
     q_len, k_len, shift, heads, repeats, group, choices, blocks, span, first_pair, first, number, scale, qk_scale,
-    strides,  # of batch, head and token, of q, k, v and dout
+    strides,  # of q, k, v and dout: see block_forward_kernel
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Computes the part of dq of the queries of a tile that is from one block."""
@@ -231,15 +286,16 @@ def block_dq_kernel(
     query, place, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     position = query + shift
     q_low, q_high = queries_of(
-        q_ptr + batch * q_strides[0] + head * group * q_strides[1], query * q_strides[2] + in_group * q_strides[1],
-        inside, SHAPE,
+        q_ptr + batch * q_strides[0] + head * q_strides[1], query * q_strides[2] + in_group * q_strides[3], inside,
+        SHAPE,
     )  # fmt: skip
     dout = columns(
-        dout_ptr + batch * dout_strides[0] + head * group * dout_strides[1],
-        query * dout_strides[2] + in_group * dout_strides[1], inside, 0, SHAPE.DV, SHAPE.PADDED_DV,
+        dout_ptr + batch * dout_strides[0] + head * dout_strides[1],
+        query * dout_strides[2] + in_group * dout_strides[3], inside, 0, SHAPE.DV, SHAPE.PADDED_DV,
     )  # fmt: skip
-    of_pair = pair * group * q_len
-    lse2, delta = _statistics(lse2_ptr + of_pair, delta_ptr + of_pair, in_group * q_len + query, inside)
+    row = (pair * group + in_group) * q_len + query
+    lse2 = tl.load(lse2_ptr + row, mask=inside, other=float("inf"))
+    delta = tl.load(delta_ptr + row, mask=inside, other=0.0)
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     begin, whole, end = keys_of_block(block, position, inside, k_len, span, SHAPE.CAUSAL)

@@ -90,7 +90,7 @@ def block_forward_kernel(
     entries_ptr, ends_ptr, stops_ptr, blocks_ptr,  # see Transposed, and items_of
     parts_ptr, lse_ptr,  # fp32 [pairs of the chunk, queries, choices, group, DV], and without DV in base 2; written
     q_len, k_len, shift, heads, repeats, group, choices, blocks, span, first_pair, first, number, qk_scale,
-    strides,  # of batch, head and token, of q, k and v
+    strides,  # of batch, head that chooses, token and head of its group, of q; batch, head and token, of k and v
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Computes attention of the queries of a tile to one block."""
@@ -106,8 +106,8 @@ def block_forward_kernel(
     entry = entries_at(entries_ptr, at, stop, GROUP, ROWS)
     query, place, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     position = query + shift
-    offsets = query * q_strides[2] + in_group * q_strides[1]
-    q_low, q_high = queries_of(q_ptr + batch * q_strides[0] + head * group * q_strides[1], offsets, inside, SHAPE)
+    offsets = query * q_strides[2] + in_group * q_strides[3]
+    q_low, q_high = queries_of(q_ptr + batch * q_strides[0] + head * q_strides[1], offsets, inside, SHAPE)
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     begin, whole, end = keys_of_block(block, position, inside, k_len, span, SHAPE.CAUSAL)

@@ -38,12 +38,13 @@ def transposed(index: Tensor, blocks: int, span: int, k_len: int, causal: bool) 
     tiles = -(-q_len // _QUERIES)
     counts = torch.empty(pairs * blocks * tiles, dtype=torch.int32, device=device)
     entries = torch.zeros(index.numel(), dtype=torch.int32, device=device)
-    chosen = torch.full((pairs, q_len, choices), -1, dtype=torch.int32, device=device)
-    numbers = (q_len, choices, k_len - q_len, blocks, span, tiles, causal, _QUERIES, _BLOCKS)
-    bits = slot_bits(choices)
-    count_kernel[(pairs * tiles,)](index, counts, *numbers, num_warps=4, **OPTIONS)
+    chosen = torch.empty(pairs, q_len, choices, dtype=torch.int32, device=device)
+    numbers = (q_len, choices, k_len - q_len, blocks, span, tiles, causal, _QUERIES)
+    count_kernel[(pairs * tiles,)](index, counts, *numbers, _BLOCKS, num_warps=4, **OPTIONS)
     ends = counts.cumsum(0, dtype=torch.int32)
-    fill_kernel[(pairs * tiles,)](index, counts, ends, entries, chosen, *numbers, bits, num_warps=4, **OPTIONS)
+    fill_kernel[(pairs * tiles,)](
+        index, counts, ends, entries, chosen, *numbers, slot_bits(choices), num_warps=4, **OPTIONS
+    )
     return Transposed(entries, ends[tiles - 1 :: tiles].contiguous(), chosen)
 
 
@@ -58,23 +59,6 @@ def items_of(ends: Tensor, first: int, count: int, entries: int, size: int) -> t
     return stops, torch.searchsorted(stops, room, right=True)
 
 
-@triton.jit
-def _slots(
-    index_ptr, pair, query, block, q_len, choices, shift, blocks, span,
-    CAUSAL: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """`(first slots of blocks in the lists of queries [QUERIES, BLOCKS], where there is one)`."""
-    slot = tl.full([QUERIES, BLOCKS], -1, tl.int32)
-    index_ptr += (pair * q_len + query) * choices
-    for each in range(0, choices):
-        chosen = tl.load(index_ptr + each, mask=query < q_len, other=-1)
-        slot = tl.where((chosen[:, None] == block[None, :]) & (slot < 0), each, slot)
-    live = (slot >= 0) & (block < blocks)[None, :]
-    if CAUSAL:
-        live = live & ((block * span)[None, :] <= (query + shift)[:, None])
-    return slot, live
-
-
 _SIZES = ["q_len", "choices", "shift", "blocks", "span", "tiles"]
 
 
@@ -87,34 +71,43 @@ def count_kernel(
     """Counts the queries of a tile that have chosen each block."""
     pair, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     query = tile * QUERIES + tl.arange(0, QUERIES)
+    index_ptr += (pair * q_len + query) * choices
     for first in range(0, blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
-        _, live = _slots(
-            index_ptr, pair, query, block, q_len, choices, shift, blocks, span, CAUSAL, QUERIES, BLOCKS
-        )  # fmt: skip
-        tl.store(counts_ptr + (pair * blocks + block) * tiles + tile, tl.sum(live.to(tl.int32), 0), mask=block < blocks)
+        live = tl.zeros([QUERIES, BLOCKS], tl.int32)
+        for slot in range(0, choices):
+            chosen = tl.load(index_ptr + slot, mask=query < q_len, other=-1)
+            live = live | (chosen[:, None] == block[None, :]).to(tl.int32)
+        if CAUSAL:
+            live = tl.where((block * span)[None, :] <= (query + shift)[:, None], live, 0)
+        tl.store(counts_ptr + (pair * blocks + block) * tiles + tile, tl.sum(live, 0), mask=block < blocks)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def fill_kernel(
     index_ptr, counts_ptr, ends_ptr,  # as in count_kernel; int32 [pairs, blocks, tiles], the running sums of counts
     entries_ptr, chosen_ptr,  # see Transposed, written
-    q_len, choices, shift, blocks, span, tiles, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
-    BITS: tl.constexpr,
+    q_len, choices, shift, blocks, span, tiles, CAUSAL: tl.constexpr, QUERIES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the entries of the queries of a tile."""
+    """Writes the entries of the queries of a tile: each behind those of earlier queries with the same block."""
     pair, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
     query = tile * QUERIES + tl.arange(0, QUERIES)
-    for first in range(0, blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        slot, live = _slots(
-            index_ptr, pair, query, block, q_len, choices, shift, blocks, span, CAUSAL, QUERIES, BLOCKS
-        )  # fmt: skip
-        at = (pair * blocks + block) * tiles + tile
-        begin = tl.load(ends_ptr + at, mask=block < blocks, other=0)
-        begin -= tl.load(counts_ptr + at, mask=block < blocks, other=0)
-        one = live.to(tl.int32)
-        place = begin[None, :] + tl.cumsum(one, 0) - one
-        tl.store(entries_ptr + place, (query[:, None] << BITS) | slot, mask=live)
-        at = (pair * q_len + query)[:, None] * choices + slot
-        tl.store(chosen_ptr + at, tl.broadcast_to(block[None, :], slot.shape), mask=live)
+    lists = (pair * q_len + query) * choices
+    for slot in range(0, choices):
+        block = tl.load(index_ptr + lists + slot, mask=query < q_len, other=-1)
+        live = (block >= 0) & (block < blocks)
+        if CAUSAL:
+            live = live & (block * span <= query + shift)
+        for each in range(0, slot):
+            live = live & (tl.load(index_ptr + lists + each, mask=query < q_len, other=-1) != block)
+        tl.store(chosen_ptr + lists + slot, tl.where(live, block, -1), mask=query < q_len)
+    tl.debug_barrier()  # other threads read them
+    for slot in range(0, choices):
+        block = tl.load(chosen_ptr + lists + slot, mask=query < q_len, other=-1)
+        at = (pair * blocks + tl.maximum(block, 0)) * tiles + tile
+        place = tl.load(ends_ptr + at) - tl.load(counts_ptr + at)
+        for each in range(0, choices):
+            found = tl.load(chosen_ptr + lists + each, mask=query < q_len, other=-1)
+            same = (found[None, :] == block[:, None]) & (query[None, :] < query[:, None])
+            place += tl.sum(same.to(tl.int32), 1)
+        tl.store(entries_ptr + place, (query << BITS) | slot, mask=block >= 0)
