@@ -199,11 +199,12 @@ def test_command(
 def store_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     out: Annotated[Path, typer.Option(help="Folder for the file.")],
+    bits: Annotated[int, typer.Option(help="16: half precision; 8: matrices in whole numbers, a scale a row.")] = 16,
 ) -> None:
-    """Write a run's weights in half precision, to be kept beside its accuracy; `test` reads them."""
+    """Write a run's weights in half precision or in 8 bits, to be kept beside its accuracy; `test` reads them."""
     with short_errors():
         require_single_process("store")
-        path = store(weights, out)
+        path = store(weights, out, bits)
     console.print(f"{path}: {path.stat().st_size:,} bytes", soft_wrap=True)
 
 
