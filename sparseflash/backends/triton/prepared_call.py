@@ -145,18 +145,27 @@ class PreparedCall:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
-        key = None
-        if dlse is None and saved.kept is None:  # as in most trainings; others take the longer way
-            key = native.module().layouts(dout, *saved[:5])
-            run: BackwardPass | None = None if key is None else self._read_as_they_are.get(key)
-            if run is not None:
-                return run(dout, None, saved, lengths, dropout)
         given = dout, dlse, saved
         dout, dlse, saved = as_kernels_read(*given)
         run = self.backward_pass(*saved[:4], dout, dlse=dlse is not None)
-        if key is not None and dout is given[0] and saved is given[2]:
-            self._read_as_they_are.put(key, run)
+        if dlse is None and saved.kept is None and dout is given[0] and saved is given[2]:
+            key = native.module().layouts(dout, *saved[:5])
+            if key is not None:
+                self._read_as_they_are.put(key, run)
         return run(dout, dlse, saved, lengths, dropout)
+
+    def repeated_backward(
+        self, dout: Tensor, saved: Sequence[Any], lengths: Tensor | None
+    ) -> tuple[None, Tensor, Tensor, Tensor] | None:
+        """None and the gradients of q, k and v, in the fewest steps; None for tensors that no earlier `backward` read
+        as they were. For calls without dropout, as in most trainings; see `direct.Differentiable`.
+        """
+        q, k, v, out, lse, kept, *_ = saved
+        key = native.module().layouts(dout, q, k, v, out, lse)
+        run: BackwardPass | None = None if key is None or kept is not None else self._read_as_they_are.get(key)
+        if run is None:
+            return None
+        return None, *run(dout, None, Saved(q, k, v, out, lse, None), lengths, None)
 
     def scored_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,

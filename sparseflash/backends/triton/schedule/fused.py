@@ -7,6 +7,8 @@ items. The results are the same.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -34,15 +36,33 @@ _ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
 _MOST_PAIRS, _MOST_ROWS = 1 << 26, 4096
 
 
+@dataclass
+class Listed:
+    """The lists of a `TileLists`, for kernels that the current stream runs next."""
+
+    start: Tensor
+    full: Tensor
+    count: Tensor
+    index: Tensor
+    tile: Tensor
+    tiling: Tiling
+
+
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
     """`worklists.full_first` in one launch, with a program per row."""
+    of = listed(indptr, index, tile, tiling)
+    return TileLists(of.start, of.full, of.count, of.index, of.tile, words, tiling)
+
+
+def listed(indptr: Tensor, index: Tensor, tile: Tensor, tiling: Tiling) -> Listed:
+    """The lists of `full_first`."""
     rows, room, device = len(indptr) - 1, len(index) + 1, index.device
-    full, count = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
-    listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    full, count = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    found, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     _listing(device).start(
-        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), AT_ONCE
+        rows, indptr, index, tile, full, count, found, kinds, room - 1, room, -(-room // rows), AT_ONCE
     )
-    return TileLists(indptr[:-1], full, count, listed, kinds, words, tiling)
+    return Listed(indptr[:-1], full, count, found, kinds, tiling)
 
 
 def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
@@ -71,7 +91,7 @@ def columns_full_first(
 
 
 def work_in_start_order(
-    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+    lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
     """The work of a plan, int32 `[W, group, ITEM]`. For the arguments see `order_of_work`."""
     order, place = order_of_work(lists, pattern, shape, length, tile)
@@ -85,7 +105,7 @@ def work_in_start_order(
 
 
 def order_of_work(
-    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+    lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The order in which the work items of a plan start, int64 `[W]`, and the arguments of `row_of` for their lists.
 
