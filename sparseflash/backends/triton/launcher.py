@@ -339,7 +339,7 @@ class Describe:
 
 
 def _specialised(x: Any, anything: bool, anywhere: bool) -> Any:
-    """The properties of an argument that Triton specialises on. anything, anywhere: not on its value, on its address."""
+    """The properties of an argument that Triton specialises on. anything, anywhere: not its value, not its address."""
     if isinstance(x, tuple):
         return tuple(_specialised(each, anything, anywhere) for each in x)
     if isinstance(x, Tensor):
