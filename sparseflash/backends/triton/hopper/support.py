@@ -155,7 +155,7 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    least = LIMITS.least_queries(request.dims, request.block, backward=backward, dynamic=request.dynamic)
+    least: float = LIMITS.least_queries(request.dims, request.block, backward=backward, dynamic=request.dynamic)
     if has_few_queries(request.tokens, request.keys):
         least_few = _least_few_queries(request)
         if request.dynamic or q_len < least_few:

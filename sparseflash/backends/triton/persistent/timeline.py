@@ -1,8 +1,7 @@
 """Kernels that order the entries of the backward's items, and the additions to every tile of queries.
 
-They have the same results as `walks`, `best_of` and `chained` of `backward_plan.py`, but sort nothing: lists are short,
-so the place of an entry is the number of entries before it. The timeline has a cell for every time and program, with
-the tile of queries that the program adds to then.
+They sort nothing: lists are short, so the place of an entry is the number of entries before it. The timeline has a cell
+for every time and program, with the tile of queries that the program adds to then.
 """
 
 from __future__ import annotations
@@ -79,7 +78,17 @@ def chain_kernel(
 
 @triton.jit
 def _key(row, column, rows, columns, band, stride, ORDER: tl.constexpr):
-    """The sort key of the entries of a column, in one of the orders of `backward_plan.walks`."""
+    """The sort key of the entries of a column, in one of four orders in which its list may be walked.
+
+    Two columns meet where both reach the same row at the same time. In the first three orders, columns that start
+    together and have all rows never meet:
+
+    - From the diagonal on, wrapping around at the end, in bands of rows and in strides within a band. Meetings are
+      spread over time, and the rows that all programs read and add to at one time fit in the L2 cache.
+    - From the diagonal on, wrapping around at the end. Columns that have all rows from some row on never meet, either.
+    - By `row ^ column`. Columns of a butterfly never meet, either.
+    - From the last row back. Columns of a causal mask that start one after the other never meet.
+    """
     if ORDER == 2:
         return row ^ column
     elif ORDER == 3:

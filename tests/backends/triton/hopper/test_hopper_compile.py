@@ -5,7 +5,6 @@ import pytest
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     GROUPS,
-    HEAD_DIMS,
     MOST_MEMORY,
     SHARED_MEMORY,
     SMALL,
@@ -32,7 +31,7 @@ MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
 
 @pytest.mark.parametrize("features", [[], ["lengths"], ["parts"], ["lengths", "parts"]], ids="+".join)
-@pytest.mark.parametrize("dim", sorted({config_for(dim, BLOCK).dim for dim in HEAD_DIMS}))
+@pytest.mark.parametrize("dim", [64, 128])
 def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(dim, features):
     check(dim, "bfloat16", features)
 
