@@ -94,9 +94,9 @@ MUTATIONS = [
     ),
     Mutation(
         "selected_attention: positions of rows begin at the first key",
-        "sparseflash/scores/rows.py",
-        "distance = (query + self.shift - key).abs()",
-        "distance = (query - key).abs()",
+        "sparseflash/scores/positions.py",
+        "(at.query + at.shift - at.key).abs()",
+        "(at.query - at.key).abs()",
         "tests/test_grouped.py::test_modifications_by_head_and_position_are_of_query_heads",
     ),
     Mutation(

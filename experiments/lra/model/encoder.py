@@ -5,7 +5,7 @@ Shapes: B sequences, N positions (padded), W width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,10 @@ from experiments.training.shared_sequences import SharedSequences
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
 from sparseflash.nn.rotary import Rotation
+
+
+def convolved(convolution: DepthwiseConvolution, x: Tensor, live: Tensor | None) -> Tensor:
+    return convolution.forward(x, live)
 
 
 class Brightness(nn.Module):
@@ -127,11 +131,13 @@ class Encoder(nn.Module):
         self.stem = DepthwiseConvolution(width, convolution, side) if convolution else None
         self.norm = nn.LayerNorm(width)
         self.training_halves = Halves()
+        self.training_stem: Callable[[DepthwiseConvolution, Tensor, Tensor | None], Tensor] = convolved
         self.shared: SharedSequences | None = None
 
     def compile_layers(self) -> None:
         """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
+        self.training_stem = torch.compile(convolved, fullgraph=True)
 
     def share_sequences(self, ranks: Ranks) -> SharedSequences:
         """Among the processes of `ranks` with the same share of a batch. All return the same features; the mean of
@@ -167,7 +173,7 @@ class Encoder(nn.Module):
         live = None
         if self.stem is not None:
             live = (torch.arange(length, device=ids.device) < lengths[:, None])[..., None] if padded else None
-            x = self.stem(x, live)
+            x = (self.training_stem if self.training else convolved)(self.stem, x, live)
         x = self.dropout(x)
         masks: Sequence[BlockMask | ShardPlan | ElementMask]
         if layout is not None:

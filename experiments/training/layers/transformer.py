@@ -6,7 +6,6 @@ Shapes: B sequences, N positions (padded), H heads, W width, D features a head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.training.layers.attention import ElementMask, attention
+from experiments.training.layers.depthwise import depthwise
 from experiments.training.layers.rotary import Rotations
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
@@ -72,26 +72,13 @@ class DepthwiseConvolution(nn.Module):
 
     def __init__(self, width: int, size: int, side: int | None = None) -> None:
         super().__init__()
-        self.reach, self.side = size // 2, side
+        self.side = side
         self.weight = nn.Parameter(torch.zeros(size if side is None else size * size, width))
 
     def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """x: [B, N, W]. live: bool [B, N, 1], False at padding, which no token reads; None without padding."""
         known = x if live is None else x.masked_fill(~live, 0)
-        reach = self.reach
-        axes: tuple[int, ...] = (1,)
-        if self.side is not None:
-            known, axes = known.unflatten(1, (self.side, self.side)), (1, 2)
-        padded = F.pad(known, (0, 0, *(reach, reach) * len(axes)))
-        steps = range(2 * reach + 1)
-        weights = self.weight.to(x.dtype)
-        total = torch.zeros_like(known)
-        for weight, starts in zip(weights, product(steps, repeat=len(axes)), strict=True):
-            window = padded
-            for axis, start in zip(axes, starts, strict=True):
-                window = window.narrow(axis, start, known.shape[axis])
-            total = total + weight * window
-        return x + total.reshape(x.shape)
+        return x + depthwise(known, self.weight.to(x.dtype), self.side)
 
 
 class Layer(nn.Module):

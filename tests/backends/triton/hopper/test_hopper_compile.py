@@ -99,14 +99,6 @@ def test_so_does_the_backward_in_tiles_of_64(dims, features):
     check_two_kernels(reports, dims, SMALL)
 
 
-@pytest.mark.parametrize("features", [[], ["lengths", "parts"]], ids="+".join)
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128)], ids=str)
-def test_and_the_backward_of_few_queries(dims, features):
-    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", ["few", *features])
-    assert "backward_kernel" not in reports
-    check_two_kernels(reports, dims, BLOCK)
-
-
 def check_forward(dims, features):
     reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)
     check_backward(reports, dims, features)
