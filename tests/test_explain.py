@@ -13,7 +13,7 @@ from sparseflash.blockmask.streams import ReadyEvent
 from tests.backends.triton.plans import kernels_of, plans_of
 from tests.compiling.uninterpreted import python
 
-HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
+HOPPER = {"capability": (9, 0)}
 
 
 def empty(heads=4, tokens=4096, dim=64, dtype=torch.bfloat16, device="meta"):
@@ -133,7 +133,7 @@ def test_changed_scores_are_explained():
     with pytest.raises(ValueError, match="the hopper kernels cannot serve this call"):
         explain(*empty(), scores=changes, backend="hopper", **HOPPER)
     divided = explain(*empty(), scores=scores.temperature(torch.ones(4)), **HOPPER)
-    assert divided == explain(*empty(), **HOPPER)  # the queries are divided before
+    assert divided == explain(*empty(), **HOPPER)
 
 
 def test_the_kernels_of_changed_scores_are_those_that_run():
@@ -215,8 +215,6 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
 
 
 def test_a_new_family_is_one_entry_of_the_list_of_families():
-    """A folder of kernels for 10.0 that serves nothing yet, and its line in `dispatch.FAMILIES`."""
-
     def refuses(request):
         if request.architecture.capability[0] != 10:
             return "they run on compute capability 10.0"

@@ -22,7 +22,7 @@ def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     if any("from transformers" in source for source in examples(page)):
-        pytest.importorskip("transformers", minversion="5.17")  # needs Python 3.11
+        pytest.importorskip("transformers", minversion="5.17")
     names = {"__name__": "__main__"}
     for number, (source, output) in enumerate(zip(examples(page), outputs(page)), 1):
         code = compile(source, f"{page} example {number}", "exec")
@@ -47,7 +47,7 @@ def test_examples_that_cannot_run_here_import_what_there_is(page):
             if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "sparseflash":
                 try:
                     module = import_module(node.module)
-                except ModuleNotFoundError as error:  # of a library that the module needs
+                except ModuleNotFoundError as error:
                     assert not error.name.startswith("sparseflash"), error
                     continue
                 assert [each.name for each in node.names if not hasattr(module, each.name)] == []
@@ -62,14 +62,12 @@ def test_examples_and_what_they_print_are_told_apart():
 
 
 def missing_from(printed, source):
-    """The parts of comments behind `print(...)` that were not printed."""
     shown = [line for line in re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE) if re.search(r"\d", line)]
     parts = [part.strip(" :,") for line in shown for part in line.split("...")]
     return [part for part in parts if part not in printed]
 
 
 def printed_as(expected, printed):
-    """Blanks may differ, and "..." stands for anything."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(expected, printed, options)
 
@@ -107,7 +105,7 @@ def test_no_star_inside_of_a_word_is_emphasis(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_call_of_a_pattern_in_a_readme_is_right(page):
-    """Calls in comments and between backticks. Names among the arguments stand for anything."""
+    """Names among the arguments stand for anything."""
     comments = [line.partition("#")[2] for example in examples(page) for line in example.splitlines()]
     found = [call for source in [*comments, *inline_code(page)] for call in calls_of_patterns(source)]
     assert {ast.unparse(call): error for call in found if (error := error_of(call))} == {}
@@ -127,7 +125,7 @@ def error_of(call):
     try:
         positional = [ast.literal_eval(argument) for argument in call.args]
         named = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    except ValueError:  # not all of them are literals
+    except ValueError:
         function = inspect.signature(function).bind
         positional, named = call.args, {each.arg: each.value for each in call.keywords}
     try:

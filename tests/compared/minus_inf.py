@@ -19,7 +19,6 @@ PATTERNS = {
     "every second": lambda k, tokens, tile: k % 2 == 0,
     "none": lambda k, tokens, tile: k < 0,
 }
-# For each head: keys before the query, near and far, by turns of two kinds, and keys after it.
 DEAD_BUCKETS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=torch.bool)
 KINDS = ("bias", "shared bias", "key_bias", "tile bias", "relative", "where", "function")
 
@@ -34,19 +33,17 @@ def with_pairs(score, b, h, q, k, pairs):
 
 @dataclass(frozen=True)
 class Case:
-    """Attention whose scores are -inf by one kind of modification, in rows of every pattern."""
-
     kind: str
     dtype: torch.dtype
     tokens: int = 56
     dim: int = 16
     tile: int = 16
     block: int = 16
-    others: tuple[str, ...] = ()  # softcap, alibi, sink
+    others: tuple[str, ...] = ()
     dropout: float = 0.0
     lengths: tuple[int, ...] | None = None
-    whole: bool = False  # no mask beside
-    half: bool = False  # the tensors have the dtype of q
+    whole: bool = False
+    half: bool = False
     learned: bool = True
     seed: int = 0
 
@@ -144,7 +141,7 @@ class Case:
             both = live if mask is None else live & mask.bake_lengths().to_dense()
             if self.kind != "tile bias":
                 mask = BlockMask.from_dense(both, block=self.block)
-            else:  # its mask must be the mask of the values
+            else:
                 pairs = scores.bias(torch.zeros(both.shape, dtype=other).masked_fill(~both, -torch.inf).to(device))
                 made = pairs + made
         mask = None if mask is None else mask.to(device)
@@ -163,7 +160,7 @@ class Case:
         return dict(zip(names, (out, lse, *found), strict=True))
 
     def check(self, backend="triton", device="cpu"):
-        with np.errstate(over="ignore", invalid="ignore"):  # past the ends
+        with np.errstate(over="ignore", invalid="ignore"):
             got = self.results(backend, device)
         truth = self.results("reference", device, torch.float64, by_mask=True)
         live, mask = self.alive(), self.mask()

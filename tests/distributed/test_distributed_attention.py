@@ -48,7 +48,7 @@ def needed_keys(mask, ranks, batch, kv_heads):
     plan = distributed.shard(mask, ranks=ranks)
     dense = mask.to_dense().expand(batch, -1, -1, -1)
     group = dense.shape[1] // kv_heads if dense.shape[1] > 1 else 1
-    dense = dense.unflatten(1, (-1, group)).any(2).expand(-1, kv_heads, -1, -1)  # [B, Hkv, Nq, Nk]
+    dense = dense.unflatten(1, (-1, group)).any(2).expand(-1, kv_heads, -1, -1)
     count = 0
     for rank in range(ranks):
         read = dense[:, :, plan.queries.positions(rank)].any(2)
@@ -82,7 +82,7 @@ def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, way):
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
 
 
-@pytest.mark.parametrize("transport", ["collective", "peer"])  # they attend after the others, or before them
+@pytest.mark.parametrize("transport", ["collective", "peer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype, transport):
@@ -152,7 +152,7 @@ def test_a_plan_outlives_its_group_with_an_error():
     class Group:
         pass
 
-    collectives = Collectives(Group())  # the only reference to the group
+    collectives = Collectives(Group())
     with pytest.raises(RuntimeError, match="the process group of a plan must exist as long as the plan is used"):
         collectives.start([], message=None)
 
@@ -249,7 +249,7 @@ def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
     """Each head has its own mask, so that other ranks' keys lie in its slots, and the last block is ragged."""
     mask = masks.per_head([masks.local(70, window=33, block=16), masks.butterfly(70, block=16)] * 2)
     q, k, _ = tensors(mask, heads=4, kv_heads=2, batch=2)
-    v = torch.eye(70).expand(2, 2, 70, 70)  # the output is the weights themselves
+    v = torch.eye(70).expand(2, 2, 70, 70)
     out, _ = sharded(pool, 2, mask, {"strategy": strategy}, dropout_p=0.5, seed=11, backend=backend)(q, k, v)
     plain = attention(q, k, v, mask)
     keep = dropout.keep_mask(11, 0.5, 2, 4, 70, 70)
@@ -358,7 +358,7 @@ def test_the_model_counts_the_bytes_of_heads_that_travel(pool):
     plan = distributed.shard(mask, ranks=4, strategy="heads")
     sharded(pool, 4, mask, {"strategy": "heads"})(q, k, v)
     bytes_ = sum(total for total, _ in pool.run(4, sharded_attention.sent))
-    lse = 3 * 8 * 130 * 4 / 4  # not part of the model
+    lse = 3 * 8 * 130 * 4 / 4
     assert bytes_ == plan.chosen(distributed.Shape(1, 8, 4, 16, 16, torch.float32)).mean_bytes * 4 + lse
 
 

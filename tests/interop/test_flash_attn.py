@@ -36,7 +36,6 @@ def live_scores(q_len, k_len, causal, window):
 
 
 def defined(q, k, v, live, *, scale=None, softcap=0.0, slopes=None, sink=None):
-    """`(out, lse)` of `[N, H, D]`: scaled, capped, then biased; a query without keys gives 0."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -48,7 +47,7 @@ def defined(q, k, v, live, *, scale=None, softcap=0.0, slopes=None, sink=None):
     s = s.masked_fill(~live, -torch.inf)
     if sink is not None:
         s = torch.cat([s, sink[:, None, None].expand(-1, s.shape[1], 1)], 2)
-    lse = s.logsumexp(2)  # of a query without keys: the sink's logit, or -inf
+    lse = s.logsumexp(2)
     weights = (s[..., : k.shape[0]] - lse[..., None]).exp().nan_to_num(0.0)
     return torch.einsum("hij,jhd->ihd", weights, v), lse
 
@@ -291,7 +290,7 @@ def test_other_results():
     torch.testing.assert_close(out[0], defined(q[0], k[0], v[0], live, scale=0.3)[0])
     assert lse.shape == (1, 2, 20) and weights is None
     dropped = flash_attn_func(q, k, torch.ones_like(v), 0.5)
-    assert dropped.std() > 0.05  # without dropout every row is 1
+    assert dropped.std() > 0.05
     none = flash_attn_func(q[:, :0], k, v, causal=True)
     assert none.shape == (1, 0, 2, 16)
     q, k, v = (x.detach() for x in (q, k, v))
@@ -449,7 +448,7 @@ def test_padded_sequences_are_packed_and_padded_again():
 def test_packed_queries_keys_and_values_are_those_apart():
     (qkv,) = drawn((2, 30, 3, 4, 16))
     q, kv = qkv[:, :, 0], qkv[:, :, 1:]
-    window = (0.0, 0.3, True, (7, 0))  # by position: dropout_p, softmax_scale, causal, window_size
+    window = (0.0, 0.3, True, (7, 0))
     want = flash_attn_func(*qkv.unbind(2), *window)
     assert torch.equal(flash_attn_qkvpacked_func(qkv, *window), want)
     assert torch.equal(flash_attn_kvpacked_func(q, kv, *window), want)

@@ -92,7 +92,6 @@ def test_the_masks_are_the_documented_rules(name, sizes, more):
 
 
 def own_bias(name, q_sizes, k_sizes, room):
-    """The same bias by the constructors of xformers, of our own classes."""
     kind = getattr(xformers_bias, name)
     if name.startswith("LocalAttention"):
         return kind(4, 2)
@@ -229,7 +228,7 @@ def test_layouts_of_three_four_and_five_dimensions():
     expanded = [x.expand(-1, -1, -1, 4, -1) for x in (k, v)]
     want = defined(*(x.flatten(2, 3) for x in (q, *expanded))).unflatten(2, (2, 4))
     same(memory_efficient_attention(q, *expanded), want, [q, k, v])
-    own = [x + 0 for x in expanded]  # the same without strides of 0
+    own = [x + 0 for x in expanded]
     same(memory_efficient_attention(q, *own), want, [q, k, v])
 
 

@@ -24,7 +24,7 @@ OPERATORS = {
 }  # fmt: skip
 SWAPPED = {"__radd__": "__add__", "__rsub__": "__sub__", "__rmul__": "__mul__"}
 _OF_BOOLEANS = (np.bitwise_and, np.bitwise_or)
-MOST_COMPUTED = 128  # kept for a type: literals of kernels are few, scales are not
+MOST_COMPUTED = 128
 
 _semantic, _unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
 _binary_op, _generic_reduce = interpreter.InterpreterBuilder.binary_op, interpreter.ReduceOps.generic_reduce
@@ -40,7 +40,7 @@ def compute_by_numpy(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_attr", _set_unwrapped)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce_at_once)
     monkeypatch.setattr(TritonSemantic, "arange", cache(TritonSemantic.arange))
-    if hasattr(tl.core, "_normalize_cache_policy"):  # from Triton 3.8 on
+    if hasattr(tl.core, "_normalize_cache_policy"):
         monkeypatch.setattr(tl.core, "_normalize_cache_policy", cache(tl.core._normalize_cache_policy))
     # Triton computes whether integers overflow by five operations, for an assertion in debug mode only.
     if not interpreter.InterpreterOptions().debug:
@@ -63,7 +63,7 @@ def _set_unwrapped(obj, name, member, builder, scope):
 
 
 def _without_wrapper(obj, name, member):
-    wrapped = getattr(member, "__wrapped__", member)  # a method wraps a function that is wrapped itself
+    wrapped = getattr(member, "__wrapped__", member)
 
     def new_member(*args, **kwargs):
         kwargs["_semantic"] = _semantic
@@ -93,7 +93,7 @@ def _known_operator(name, slow):
             result = slow(self, other)
             if len(computed) == MOST_COMPUTED:
                 computed.clear()
-            kept = other if right is None else other.type  # otherwise another type may reuse its id
+            kept = other if right is None else other.type
             computed[key] = _by_numpy(name, self, other), result.type, kept
             return result
         compute, result_type, _ = way
@@ -113,7 +113,6 @@ def _by_numpy(name, x, other):
 
 
 def _offset(name, x, other):
-    """Pointers and whole numbers, which are multiplied by the size of an element."""
     kind = other.dtype if type(other) is tensor else _semantic.to_tensor(other).dtype
     if name != "__add__" or kind.name not in NUMBERS:
         return None
@@ -134,14 +133,14 @@ def _of_tensors(operation, own, kind):
 
 
 def _with_number(name, own, number):
-    """Only if Triton casts the number. 0.0 would match -0.0."""
+    """0.0 would match -0.0."""
     kind = _semantic.to_tensor(number).dtype
     if not {own.name, kind.name} <= NUMBERS or (type(number) is float and number == 0):
         return None
     if computation_type(_semantic, own, False, kind, True, False) is not own:
         return None
     operation = OPERATORS[SWAPPED.get(name, name)]
-    constant = _semantic.scalar_constant(number, dtype=own).handle.data  # `slow` has checked that it fits
+    constant = _semantic.scalar_constant(number, dtype=own).handle.data
     if name in SWAPPED:
         return lambda a, _: operation(constant, a)
     return lambda a, _: operation(a, constant)
@@ -178,7 +177,6 @@ def _operate_on_numbers(self, lhs, rhs, op):
 
 
 def _reduce_at_once(self, input):
-    """Sorting sums by xor."""
     if self.combine_fn is not tl.standard._xor_combine:
         return _generic_reduce(self, input)
     (x,) = input

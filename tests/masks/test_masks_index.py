@@ -44,7 +44,6 @@ def dense_of_lists(index, counts, q_len, k_len, block, causal):
 
 @st.composite
 def lists(draw):
-    """`(index [B, H, Mq, K], counts or None, keyword arguments)`."""
     block = draw(blocks((16, 32, 64)))
     q_len = draw(lengths(150, block[0]))
     k_len = draw(st.just(q_len) | lengths(150, block[1]))
@@ -90,7 +89,7 @@ def test_the_capacity_is_that_of_the_lists(way):
         causal = BlockMask.from_block_index(index, block=16, q_len=128, causal=True)
         assert len(causal.indices) == 6 * (1 + 2 + 3 * 6)
         wide = BlockMask.from_block_index(index.expand(2, 3, 8, 3).repeat(1, 1, 1, 9), block=16, q_len=128)
-        assert len(wide.indices) == 6 * 8 * 8  # never more than the number of blocks
+        assert len(wide.indices) == 6 * 8 * 8
 
 
 @pytest.mark.parametrize("causal", [False, True])

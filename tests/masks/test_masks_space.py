@@ -267,7 +267,6 @@ def test_dilated_grid_sees_the_same_residues(data, shape, block):
 
 
 def test_a_dilated_grid_takes_memory_of_its_live_tiles_alone():
-    # A matrix of blocks and groups would take 32 GB.
     assert masks.dilated_grid((1024, 1024), dilation=1024) == masks.local(1 << 20, window=1)
 
 
@@ -314,7 +313,7 @@ def test_windows_of_many_distinct_tiles_are_evaluated_axis_by_axis():
 
     with mock.patch.object(ranges, "_inside", counted):
         mask = masks.neighborhood(shape, window=(9, 12, 12), order=order.hilbert(shape))
-    assert sum(evaluated) < 0.75 * len(mask.bits)  # of one axis each
+    assert sum(evaluated) < 0.75 * len(mask.bits)
 
 
 def test_tile_sizes_of_queries_and_keys_may_differ():

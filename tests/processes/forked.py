@@ -30,7 +30,7 @@ TIMEOUT = 300
 
 
 class Server:
-    """A process that has imported some modules. It ends with this one."""
+    """It ends with this one."""
 
     def __init__(self, *modules, environment):
         self._forks = forkserver.ForkServer()
@@ -107,10 +107,7 @@ def execute_in_threads(threads, *words):
 
 
 def ranks(function, *arguments, processes):
-    """Calls the function in several processes, in an environment like torchrun's.
-
-    Returns the output of each. If one fails, ends the others and raises AssertionError with all outputs.
-    """
+    """Returns the output of each. If one fails, ends the others and raises AssertionError with all outputs."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -150,4 +147,4 @@ def _rank(environment, function, arguments, output):
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # others may be waiting for this one in a group
+        os._exit(1)

@@ -12,7 +12,6 @@ LIBRARY = [module for module in MODULES if path_of(module).startswith(("sparsefl
 
 
 def compared_capabilities(source):
-    """The comparisons of a compute capability, or a part of one, with a constant."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):

@@ -64,7 +64,7 @@ def test_processes_that_share_sequences_train_as_one_does(processes, alone, requ
     run, metrics = alone
     found = records(out / "plain")
     assert_same_course(found, run.log.records)
-    assert found[29]["loss"] < found[0]["loss"] - 0.05  # so that wrong gradients would show
+    assert found[29]["loss"] < found[0]["loss"] - 0.05
     models = [torch.load(out / f"process{rank}.pt") for rank in range(len(seen))]
     assert all(same_bits(models[0], other) for other in models[1:])
     for name, expected in weights(run).items():
@@ -100,7 +100,6 @@ def test_every_kind_of_model_trains_as_in_one_process(name, pair, folders, tmp_p
 
 
 def test_it_resumes_with_the_same_bits(pair):
-    """With dropout, which each process draws by itself."""
     for each in pair[0]:
         assert (each["resumed_at"], each["same_bits"]) == (3, True)
     assert pair[0][0]["random"] != pair[0][1]["random"]

@@ -77,7 +77,7 @@ def test_a_file_is_seen_in_new_orders_turned_with_its_own_labels():
     originals = torch.from_numpy(render(vectors))
     labels = dict(enumerate(vectors.labels.tolist()))
     seen = []
-    for images, said in islice(repeated(vectors, 0, 4, CPU), 4):  # two times through it, one image left out each time
+    for images, said in islice(repeated(vectors, 0, 4, CPU), 4):
         for image, label in zip(images, said.tolist()):
             [number] = [
                 n for n in range(9) for way in range(8) if torch.equal(turned(originals[n : n + 1], way)[0], image)
@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_number_ends_a_training():
 def test_answers_are_of_all_images_in_their_order():
     vectors = some(300)
     model = SmallCNN(32, 2)
-    model(torch.from_numpy(render(vectors, 0, 50)))  # the running means are not those that it begins with
+    model(torch.from_numpy(render(vectors, 0, 50)))
     right, loss = answers(model, vectors, TINY, CPU)
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(render(vectors)))

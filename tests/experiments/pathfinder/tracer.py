@@ -6,7 +6,7 @@ A path turns in the middle of a gap: a margin straight on, then a margin in the 
 import numpy as np
 from scipy.ndimage import label, uniform_filter
 
-LENGTH, FARTHEST, SHARPEST, BRIGHT = 5, 3.8, np.deg2rad(66), 120  # px, px, radians, levels
+LENGTH, FARTHEST, SHARPEST, BRIGHT = 5, 3.8, np.deg2rad(66), 120
 
 
 def discs(image):
@@ -54,7 +54,7 @@ def leads(found, start, goal, margin, contour):
         half = min(length, LENGTH + 1) / 2
         for direction in (along, -along):
             ways.append((number, middle - half * direction, middle + half * direction, direction))
-    first = LENGTH + 2 * margin  # to the dash after the one under the marker
+    first = LENGTH + 2 * margin
 
     def after(end, direction):
         for way in ways:

@@ -47,7 +47,6 @@ def static(packed, images=9, blocks=30):
 
 
 def test_what_fills_up_the_tensors_changes_nothing():
-    """In fp64, whatever was in the tensors before."""
     inputs = static(PACKINGS[0])
     model = model_of().double()
     for packed in (*PACKINGS, PACKINGS[0]):
@@ -121,7 +120,7 @@ def test_recorded_steps_are_those_of_the_host(monkeypatch, compiled):
         models[1].compile_layers()
     order = [PACKINGS[1], PACKINGS[0], PACKINGS[2], PACKINGS[1], PACKINGS[0]] * 3
     steps.prepare(order[0])
-    graphs = {id(steps.captured[None]): steps.captured[None]}  # kept, so that no other has its address
+    graphs = {id(steps.captured[None]): steps.captured[None]}
     losses = []
     for packed in order:
         expected, found = plain(packed, 1e-3), steps(packed, 1e-3)

@@ -19,11 +19,7 @@ class _Stopped(BaseException):
 
 
 class Actor:
-    """A partition of a program.
-
-    `products`, `stores`: operations not waited for. `unseen`: writes to global memory that others cannot see yet.
-    `read`: the last volatile load.
-    """
+    """`products`, `stores`: operations not waited for."""
 
     def __init__(self, world, run, program, programs):
         self.world, self.program, self.programs = world, program, programs
@@ -93,7 +89,7 @@ class World:
                     actor.turn.release()
 
     def go_on(self, me=None):
-        """Draws whose turn is next; returns whether it is mine. A drawn copy arrives."""
+        """Draws whose turn is next; returns whether it is mine."""
         while not all(actor.done for actor in self.actors):
             choices = [a for a in self.actors if not a.done and a.ready()] + self.copies
             if not choices:
@@ -114,11 +110,9 @@ class World:
             self.ended.release()
 
     def speed(self):
-        """Some actors run far ahead, and some copies take long."""
         return 10.0 ** self.draw.uniform(-1.5, 1.5)
 
     def pause(self, ready=lambda: True):
-        """Lets others run, and goes on when `ready()`."""
         actor = self.me()
         actor.ready = ready
         if self.go_on(actor):

@@ -5,7 +5,7 @@ import torch
 
 
 class Block:
-    """A tensor in registers. Operators are PyTorch's, on blocks and on plain numbers."""
+    """Operators are PyTorch's, on blocks and on plain numbers."""
 
     def __init__(self, value):
         self.value = value
@@ -43,7 +43,7 @@ def _operator(name):
 _OPERATORS = "add sub mul truediv floordiv mod and or rshift lshift radd rsub rmul rtruediv rand ror lt le gt ge eq ne"
 for _name in _OPERATORS.split():
     setattr(Block, f"__{_name}__", _operator(f"__{_name}__"))
-Block.__rlshift__ = lambda self, other: Block(torch.as_tensor(other) << self.value)  # which PyTorch's tensors lack
+Block.__rlshift__ = lambda self, other: Block(torch.as_tensor(other) << self.value)
 Block.__hash__ = None  # as `==` is elementwise
 
 
@@ -114,10 +114,7 @@ class Descriptor:
 
 
 class Shared:
-    """Shared memory, or a view of it.
-
-    `unfenced`: the threads with stores that are not fenced. Matrix instructions and copies must not overtake them.
-    """
+    """`unfenced`: the threads with unfenced stores, which matrix instructions and copies must not overtake."""
 
     def __init__(self, value, unfenced):
         self.value, self.dtype, self.shape = value, value.dtype, value.shape

@@ -124,7 +124,7 @@ def test_asked_for_where_they_cannot_run_they_say_so():
         attention(q, q, q, backend="hopper")
 
 
-SLOWER_BELOW = {False: 64, True: 32}  # the least of D and Dv, by whether it is a backward
+SLOWER_BELOW = {False: 64, True: 32}
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_masks_made_at_every_step_are_theirs(tokens, block):
     with torch.no_grad():
         found = explain(q, q, q, mask, capability=(9, 0), backend="hopper")
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
-    tiles = 4 * 4 * tokens // block  # a backward has room for more
+    tiles = 4 * 4 * tokens // block
     assert found.kernels[0].tiles == tiles
     assert {each.walks for each in found.kernels} == {f"tiles of {block} x {block}: the only ones"}
 
@@ -282,7 +282,7 @@ def test_the_forward_walks_small_blocks_as_they_are():
     forward, backward = explain(q, q, q, mask, capability=(9, 0), backend="hopper").kernels
     assert (forward.block_m, forward.block_n, forward.num_warps) == (64, 64, 10)
     assert forward.walks == "tiles of 64 x 64: the only ones" and forward.tiles == 2 * 4 * len(mask.indices)
-    assert forward.programs == 2 * 4 * 16 // 2  # two items at a time
+    assert forward.programs == 2 * 4 * 16 // 2
     assert backward.walks == "tiles of 128 x 128: enough of the blocks in live tiles of 128 x 128 are live"
 
 
@@ -296,12 +296,12 @@ def test_the_backward_walks_scattered_blocks_of_64_as_they_are(dims):
         assert (each.block_m, each.block_n, each.num_warps) == (64, 64, 5)
         assert each.walks == "tiles of 64 x 64: too few of the blocks in live tiles of 128 x 128 are live"
         assert each.tiles == 2 * 4 * 64 * 8
-    assert of_queries.programs == 2 * 4 * 64 and of_keys.programs == 2 * 132  # two at a time a multiprocessor
+    assert of_queries.programs == 2 * 4 * 64 and of_keys.programs == 2 * 132
 
 
 def test_who_serves_scattered_blocks_of_64_is_a_limit_by_head_dim(monkeypatch):
     asked = HALF._replace(block=(64, 64), backward=True)
-    assert support.yields(asked) == "the portable kernels read less memory in blocks of 64 x 64"  # not timed yet
+    assert support.yields(asked) == "the portable kernels read less memory in blocks of 64 x 64"
     monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(backward_dim_small=64))
     assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
     monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(backward_dim_small=96))

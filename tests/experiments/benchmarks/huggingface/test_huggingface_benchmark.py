@@ -49,14 +49,14 @@ def test_every_model_is_exact_with_this_attention(shape, dtype, bench):
 def test_another_function_is_not_exact():
     model, inputs = made("llama")
     yardstick = Yardstick.of(model, inputs)
-    huggingface.register(masks.local(70, window=101, block=16), name="near")  # without the farthest tokens
+    huggingface.register(masks.local(70, window=101, block=16), name="near")
     what, ratio = worst(yardstick.compare(with_attention(model, "near")))
     assert ratio > 100 and what in yardstick.truth
     assert yardstick.compare(with_attention(model, OURS)).exact
 
 
 def test_a_compiled_model_is_compared_as_it_is_called():
-    torch.compiler.reset()  # PyTorch limits how often it compiles a function
+    torch.compiler.reset()
     model, inputs = made("llama")
     yardstick, ours = Yardstick.of(model, inputs), with_attention(model, OURS)
     graphs = CompileCounter()
@@ -65,7 +65,7 @@ def test_a_compiled_model_is_compared_as_it_is_called():
 
 
 def test_the_truth_is_in_fp64_also_where_models_ask_for_fp32_by_name():
-    """In norms and the softmax. In fp32 the change of the loss would be less than its rounding."""
+    """In fp32 the change of the loss would be less than its rounding."""
     model, inputs = made("llama")
     wide, step, name = model.double(), 1e-6, "model.layers.0.self_attn.q_proj.weight"
     before, _ = Truth(wide)(inputs(0))

@@ -74,7 +74,7 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
     assert spills.startswith("spills ")
     assert large.endswith("bytes of shared memory")
     assert asked_for == ""
-    assert limited == ""  # though it spills some bytes, for one program more
+    assert limited == ""
 
 
 @pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "fp32")])
@@ -125,7 +125,7 @@ def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
     ],
 )
 def test_options_that_cannot_be_served_are_explained(arguments, message, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back after the test
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())

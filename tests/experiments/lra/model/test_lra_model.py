@@ -220,7 +220,7 @@ def test_only_matrices_decay():
 
 def test_schedules():
     assert [lr_schedule.factor("constant", step, 4, 0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert lr_schedule.factor("cosine", 52, 4, 0.52) == pytest.approx(0.5)  # the middle of the steps after the warm-up
+    assert lr_schedule.factor("cosine", 52, 4, 0.52) == pytest.approx(0.5)
     assert lr_schedule.factor("cosine", 50, 4, 1.2) == 0
     assert [lr_schedule.factor("linear", step, 4, progress) for step, progress in ((1, 0), (28, 0.28), (50, 1.2))] == [
         0.5, 0.75, 0.0,
@@ -232,7 +232,6 @@ def test_schedules():
 @pytest.mark.parametrize(("name", "anneals"), [("linear", "linear"), ("cosine", "cos")])
 @pytest.mark.parametrize("task", ["listops", "text", "image"])
 def test_a_schedule_is_that_of_pytorch(name, anneals, task):
-    """The Nystromformer's code uses OneCycleLR."""
     preset = settings_of("nystromformer", task)
     steps, warmup = preset["steps"] // 10, preset["warmup"] // 10
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
