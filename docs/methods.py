@@ -14,7 +14,6 @@ class Methods(Extension):
     """Replaces such attributes of every class of a package by the functions."""
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
-        """Called by griffe once a package is loaded."""
         for module in every_module(pkg):
             for cls in module.classes.values():
                 if not cls.is_alias:
@@ -43,7 +42,7 @@ def bind(cls: Class, pkg: Module) -> None:
             method = Function(
                 name, lineno=found.lineno, endlineno=found.endlineno, returns=found.returns,
                 docstring=copy(found.docstring),  # a copy, because another extension rewrites each object's docstring
-                parameters=Parameters(*[*found.parameters][1:]),  # without the mask, or the class
+                parameters=Parameters(*[*found.parameters][1:]),
             )  # fmt: skip
             method.labels = {"classmethod"} if of_class else set()
             cls.set_member(name, method)

@@ -76,7 +76,6 @@ class Measurement:
 
     @property
     def way(self) -> str:
-        """The implementation that was measured: the last part of the name."""
         return self.name.rpartition("/")[2]
 
 
@@ -102,7 +101,7 @@ def current_run(
     packages: Sequence[str] = (),
 ) -> Run:
     """The run of this process. commit: by default git's. packages: further ones whose versions matter."""
-    from experiments.training.environment import environment, installed_version  # readers of a file need no PyTorch
+    from experiments.training.environment import environment, installed_version
 
     further = {name: installed_version(name) for name in packages}
     return run_of(environment(device, command, commit) | further, seed=seed, helped=helped)
@@ -121,7 +120,6 @@ def run_of(facts: Mapping[str, str], *, seed: int | None = None, helped: Iterabl
 
 
 def write(path: Path | str, run: Run, measurements: Iterable[Measurement]) -> None:
-    """Writes one run; refuses measurements that another run made, and a name that occurs twice."""
     seen: set[str] = set()
     lines = [json.dumps({"run": _plain(run)})]
     for measurement in measurements:
@@ -169,7 +167,6 @@ def add_seed(path: Path | str, run: Run, measurements: Iterable[Measurement]) ->
 
 
 def _with_seed(new: Measurement, before: Measurement | None, seed: int) -> Measurement:
-    """The mean of a measurement and of the seeds before it."""
     if new.value is None:
         raise ValueError(f"{new.name} must have a value to be added to a mean; it failed: {new.failure}")
     runs, seeds = [new.value], [seed]
@@ -242,7 +239,6 @@ def _when(measurement: Measurement) -> str:
 
 
 def _plain(data: Run | Measurement) -> dict[str, Any]:
-    """The fields to write: those without a default, and the others where they differ from it."""
     made = {one.name: getattr(data, one.name) for one in fields(data) if one.name != "run"}
     for name, default in (("settings", {}), ("spread_of", "turns"), ("seeds", None), ("failure", "")):
         if name in made and made[name] == default:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
     """The result, decoded from JSON. Raises RuntimeError if the process fails, or takes longer than `limit` seconds."""
     module = function.__module__
-    if module == "__main__":  # the benchmark itself was started with python -m
+    if module == "__main__":
         module = sys.modules[module].__spec__.name
     question = pickle.dumps((module, function.__name__, arguments))
     with tempfile.TemporaryDirectory() as empty:
@@ -38,7 +38,7 @@ def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 2
         except subprocess.CalledProcessError as failure:
             print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
             raise RuntimeError(f"the process ended with {failure.returncode}") from failure
-    return json.loads(done.stdout.decode().splitlines()[-1])  # libraries may have printed before
+    return json.loads(done.stdout.decode().splitlines()[-1])
 
 
 def main() -> None:

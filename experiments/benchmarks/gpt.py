@@ -62,8 +62,6 @@ class Case:
 
 @dataclass
 class Models:
-    """The weights of one case: our model, which every attention shares, and Hugging Face's with the same weights."""
-
     case: Case
     device: torch.device
     steps: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -80,7 +78,6 @@ class Models:
         self.tokens = torch.randint(self.case.sizes.vocabulary, shape, device=self.device)
 
     def step(self, name: str) -> Tensor:
-        """A step of one way, which is made in its first call; the gradient of the first layer's projections."""
         if name not in self.steps:
             make = self.hugging_face if name == "hugging-face" else self.own
             self.steps[name] = make(name)
@@ -129,7 +126,6 @@ class Models:
         return step
 
     def flops(self, name: str) -> float:
-        """Of a step; see experiments/lm/flops.py. Peers count as ours with the same pattern."""
         same = {"fa4-window": "sparseflash-window"}.get(name, name if name in OURS else "sparseflash")
         sizes, mask = self.case.sizes, self.mask(same)
         live = flops.live_scores([mask] * sizes.depth, sizes.heads)
@@ -143,7 +139,6 @@ def gradient(weight: Tensor) -> Tensor:
 
 
 def flash_attention(window: int | None) -> Attention:
-    """FlashAttention-4, causal. window: keys that a query sees, itself included."""
     package = flashattention4.load()
     bounds = {} if window is None else {"window_size": (window - 1, 0)}
 
@@ -155,7 +150,7 @@ def flash_attention(window: int | None) -> Attention:
 
 
 def hugging_face_model(model: LanguageModel) -> Any:
-    """GPT-2 of Transformers with a model's weights; its biases, which the model lacks, are 0. Raises Unavailable."""
+    """GPT-2 of Transformers with a model's weights; its biases, which the model lacks, are 0."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as failure:
@@ -188,7 +183,6 @@ def hugging_face_model(model: LanguageModel) -> Any:
 
 
 def ways_of(models: Models, names: list[str]) -> dict[str, Way]:
-    """By name; a window as long as the context is dense, and left out."""
     case, ways = models.case, {}
     for name in names:
         if case.window >= case.context and "window" in name:
@@ -204,7 +198,6 @@ def ways_of(models: Models, names: list[str]) -> dict[str, Way]:
 
 
 def go_on(bench: Bench, cases: list[Case]) -> list[Case]:
-    """The cases that the file has not; those that it has are kept if device, commit and versions are the same."""
     if not bench.path.exists():
         return cases
     run, found = read(bench.path)

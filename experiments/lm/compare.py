@@ -43,7 +43,6 @@ def name_of(case: Case) -> str:
 
 
 def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
-    """Its preset, changed by `chosen`."""
     of_case = {"context": case.context, "pattern": case.pattern, "attention": case.attention}
     return configure(case.preset, {**chosen, **of_case})
 
@@ -103,7 +102,7 @@ def tuned_in(folder: Path, cases: Iterable[Case]) -> dict[Case, float]:
 def train_all(
     configs: Mapping[str, Config], store: Store, out: Path, pause: Pause, facts: Mapping[str, str], console: Console
 ) -> bool:
-    """Returns whether all are complete. Raises ValueError if a folder holds a run of other settings or another text."""
+    """Raises ValueError if a folder holds a run of other settings or another text."""
     for name, config in configs.items():
         _check_same(out / name, config, store)
     trained = False

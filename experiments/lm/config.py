@@ -145,7 +145,6 @@ class Config:
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward."""
         return max(1, self.micro_tokens * self.context_parallel // self.context)
 
 

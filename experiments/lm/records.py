@@ -32,7 +32,6 @@ def measurements_of(metrics: Mapping[str, Any]) -> list[Measurement]:
 
 
 def record(path: Path | None, run: Run, metrics: Mapping[str, Any]) -> None:
-    """Adds a complete run to a file of measurements, if there is one."""
     if path is not None:
         add_seed(path, run, measurements_of(metrics))
 

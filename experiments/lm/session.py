@@ -13,12 +13,10 @@ from experiments.training.distributed import Ranks
 from experiments.training.session import train_shown
 from experiments.training.trainer import Pause
 
-# Third-party code.
 INSTALLED = ("site-packages", "dist-packages")
 
 
 def standard_library() -> Path:
-    """A few thousand files of code and comments."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -41,7 +39,6 @@ def train(
     tensorboard: bool,
     console: Console,
 ) -> dict[str, Any] | None:
-    """Returns the metrics, or None if paused."""
     run = Run(config, store, folder, resume=resume, overwrite=overwrite, ranks=ranks)
     count = sum(parameter.numel() for parameter in run.model.parameters())
     console.print(

@@ -60,7 +60,6 @@ console = Console()
 
 
 def count_option(name: str) -> Any:
-    """An option of `generate`, with the help text of the same setting of `train`."""
     return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
 
 
@@ -108,7 +107,7 @@ def train(
     """
     with short_errors():
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before any file is written
+            tensorboard.writer_class()
         if resume:
             saved, saved_data = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config = resumed(saved, chosen)
@@ -134,7 +133,7 @@ def train(
         chosen_seeds = series.parsed(seeds) if seeds is not None else series.saved(out) if resume and out else None
         if chosen_seeds is not None and "seed" in chosen:
             raise ValueError("--seeds stands instead of --seed: leave out one of them")
-        check(config)  # before generating data, which takes minutes
+        check(config)
         folder = out or RUNS / default_name(config, series=chosen_seeds is not None)
         until = deadline(pause_after)
         with process_group(config.device, config.context_parallel) as ranks:
@@ -208,7 +207,6 @@ def arena_command(
 
 
 def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
-    """The paths of `TASK=PATH` by task."""
     found = dict(text.partition("=")[::2] for text in texts)
     for task, path in found.items():
         if task not in TASKS or not path:
@@ -405,7 +403,6 @@ def table_command(
 
 
 def default_name(config: Config, *, series: bool = False) -> str:
-    """The folder name of a run (task, mask and seed), or of a series of runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     other = "" if config.attention == "sparseflash" else f"{config.attention}-"
     other += "" if config.objective == "classify" else f"{config.objective}-"

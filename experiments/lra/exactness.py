@@ -58,7 +58,6 @@ def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
 
 
 def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
-    """The last layer has gradients only at pooled positions."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
     attention, calls = layer.attention, []
@@ -85,7 +84,6 @@ def sparse(call: Captured) -> list[Tensor]:
 
 
 def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
-    """Textbook attention without the library."""
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v)]
     live = call.mask.to_dense()  # bool [B, 1, N, N]
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5

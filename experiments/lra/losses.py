@@ -17,7 +17,6 @@ def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch
 
 
 def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
-    """To minimise, and to log."""
     logits, token_logits = outputs(model, batch, config)
     smoothing = config.label_smoothing if config.objective == "classify" else 0.0
     loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
@@ -29,7 +28,6 @@ def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outc
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
-    """In fp32, for each of the batch's labels."""
     return outputs(model, batch, config)[0]
 
 

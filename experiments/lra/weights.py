@@ -39,10 +39,7 @@ def save(
     seen: Sequence[dict[str, str]],
     test_accuracy: float,
 ) -> None:
-    """With settings, costs, training data and the accuracy on the test split.
-
-    cost: plain values. seen: fingerprints of the data of this and earlier runs.
-    """
+    """With settings, costs, training data and the accuracy on the test split."""
     about = {
         "kind": KIND,
         "config": as_dict(config),
@@ -54,7 +51,6 @@ def save(
 
 
 def store(path: Path, folder: Path) -> Path:
-    """Weights in half precision, to be kept: rounded to fp16, half the bytes. Raises ValueError for other files."""
     tensors, about = tensor_files.read(path, KIND, "config", "cost")
     stored = folder / FILE
     if stored in tensor_files.files(path):
@@ -67,8 +63,7 @@ def store(path: Path, folder: Path) -> Path:
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
     """Into a model's encoder, and other parts of equal shape.
 
-    config, data: of the new run. Returns facts for the result. Raises FileNotFoundError, and ValueError for another
-    kind or encoder, or training on another split of the data.
+    Raises FileNotFoundError, and ValueError for another kind or encoder, or training on another split of the data.
     """
     found, about = tensor_files.read(path, KIND, "config", "cost")
     own = model.state_dict()
@@ -95,7 +90,6 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
 
 
 def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Oldest first."""
     if initial is None:
         return []
     last = {name: initial[name] for name in _COSTS if name in initial}

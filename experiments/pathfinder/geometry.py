@@ -18,7 +18,6 @@ def move(angle: NDArray[np.float64], distance: float) -> NDArray[np.float64]:
 
 
 def reverse(angle: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Between -pi and pi."""
     return np.where(angle < 0, angle + np.pi, angle - np.pi)
 
 

@@ -33,10 +33,6 @@ def folder_of(parameters: Parameters, parent: Path) -> Path:
 
 
 def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = lambda written: None) -> Path:
-    """Write all images; a folder that already holds them is kept. Raises FileExistsError if it holds other files.
-
-    progress: called with the number of written images.
-    """
     folder = folder_of(vectors.parameters, parent)
     label = {
         "generated": True,

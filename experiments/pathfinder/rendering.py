@@ -61,7 +61,6 @@ class Rendering:
         marks: NDArray[np.floating],
         random: np.random.Generator | None = None,
     ) -> NDArray[np.uint8]:
-        """uint8 [size, size], from lines and markers [size, size]. random: for the noise."""
         factor = 1.0 if self.lines is None else self.lines / lines.max()
         image = np.maximum(lines * factor, marks)
         image *= 255 * self.brightness / image.max()
@@ -70,7 +69,6 @@ class Rendering:
                 raise ValueError("a rendering with noise must have random numbers to draw it from; got none")
             noise = self.noise * random.standard_normal(image.shape, np.float32)
             image += noise if self.noisy == "everywhere" else np.where(image >= 1, noise, 0)
-        # A whole number up to its last bits must not become the number below.
         image += 0.5 if self.levels == "rounded" else 1e-6
         levels = image.clip(0, 255).astype(np.uint8)
         levels[levels < self.floor] = 0
@@ -115,8 +113,6 @@ def drawn_rendering(random: np.random.Generator) -> Rendering:
 
 
 class Layers(NamedTuple):
-    """Each composed by maximum, markers having value 1. float32 [size, size]"""
-
     lines: NDArray[np.float32]
     marks: NDArray[np.float32]
 

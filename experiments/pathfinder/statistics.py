@@ -62,7 +62,6 @@ def statistics(vectors: Vectors) -> dict[str, Estimate]:
 
 
 def pixel_statistics(images: NDArray[np.uint8]) -> dict[str, NDArray[np.float64]]:
-    """Of images uint8 [n, size, size]. float64 [n] each"""
     return {
         "mean": images.mean(axis=(1, 2)) / 255,
         "deviation": images.std(axis=(1, 2)) / 255,

@@ -49,7 +49,6 @@ def kind_of(name: str) -> str | None:
 
 
 def curves(folder: Path) -> list[Curve]:
-    """The curves of all stored runs of KINDS, in the order of the kinds."""
     path = folder / "curves.jsonl"
     with reading(path, "the curves of stored runs"):
         found = [json.loads(line) for line in path.read_text().splitlines()]
@@ -58,7 +57,6 @@ def curves(folder: Path) -> list[Curve]:
 
 
 def note_of(folder: Path, name: str) -> dict[str, Any]:
-    """What stands beside a run's weights; empty if nothing is stored."""
     for path in (folder / "runs" / f"{name}.json", folder / name / "model.json"):
         if path.is_file():
             found: dict[str, Any] = json.loads(path.read_text())
@@ -70,7 +68,7 @@ def curve(run: Mapping[str, Any], kind: str, note: Mapping[str, Any]) -> Curve:
     train, val = (columns(run["curve"][part]) for part in ("train", "val"))
     last = len(run["curriculum"]) - 1
     of_last = val["stage"] == last
-    images = np.interp(val["step"][of_last], train["step"], train["images"])  # validations do not say how many
+    images = np.interp(val["step"][of_last], train["step"], train["images"])
     result = note.get("results", {}).get(f"{SIZE}-{CONTOUR}-drop")
     return Curve(
         run["name"], kind, tuple(images.tolist()), tuple(val["accuracy"][of_last].tolist()),

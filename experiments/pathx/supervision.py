@@ -14,7 +14,6 @@ Supervision = dict[str, float | None]
 
 
 def of_run(config: Config, before: dict[str, Any] | None) -> Supervision:
-    """The maximum of this and earlier runs."""
     own = {"labels": 0.0 if config.hidden else config.auxiliary, "hidden": config.hidden}
     return own if before is None else {name: largest(value, _earlier(before)[name]) for name, value in own.items()}
 
@@ -23,7 +22,6 @@ def of_model(about: dict[str, Any]) -> Supervision:
     if "helped" in about:
         found: Supervision = about["helped"]
         return found
-    # Older files have only their own labels' weight.
     earlier = 0.0 if about.get("initial") is None else _earlier(about["initial"])["labels"]
     return {"labels": largest(about["auxiliary"], earlier), "hidden": 0.0}
 
@@ -34,7 +32,6 @@ def _earlier(before: dict[str, Any]) -> Supervision:
 
 
 def largest(value: float, earlier: float | None) -> float | None:
-    """None if unknown."""
     return max(value, earlier) if earlier is not None else value or None
 
 

@@ -48,7 +48,6 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Names, and the contents of the files beside the weights, which may be missing."""
     found = []
     for path in sorted(folder.rglob("*.json")):
         with reading(path, "JSON, as all such files where models lie"):
@@ -102,20 +101,18 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                         tested[size] = found
                 if tested:
                     ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
-    ours.sort(key=lambda each: each[0])  # otherwise by name
+    ours.sort(key=lambda each: each[0])
     return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
-    """tested: results by size."""
     accuracies = {size: with_error(found) for size, found in tested.items()}
     found, cost = next(iter(tested.values())), note["cost"]
     supervision = described(of_model(note))
-    # Older results are of the first of each.
     floor, renderings = found.get("floor", 1), found.get("renderings", "one")
     images = found.get("training_images", "fresh")
     left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
-    if found.get("model", "attention") == "unet":  # black for dropped pixels
+    if found.get("model", "attention") == "unet":
         left_out = "kept" if floor == 1 else f"levels below {floor} black"
         attention = ["-", "-", "U-Net, convolutions"]
     else:
@@ -150,6 +147,6 @@ def markdown(lines: list[list[str]]) -> str:
         "",
         "| " + " | ".join(lines[0]) + " |",
         "|" + "---|" * len(lines[0]),
-        *("| " + " | ".join(line).replace("*", r"\*") + " |" for line in lines[1:]),  # two would be emphasis
+        *("| " + " | ".join(line).replace("*", r"\*") + " |" for line in lines[1:]),
     ]
     return "\n".join(text) + "\n"

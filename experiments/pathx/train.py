@@ -1,7 +1,5 @@
 """Train one model through its curriculum, stage by stage, and write its averaged weights.
 
-In addition to the files of every run (experiments/training/run_folder.py) it writes:
-
 <run>/model.safetensors   the averaged weights when the run is complete, with model.json; see weights.py
 """
 
@@ -45,8 +43,6 @@ class StagedState(State):
 
 
 class Run(Trainer[Packed]):
-    """Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set."""
-
     state: StagedState
     model: weights.Model
 
@@ -172,7 +168,6 @@ class Run(Trainer[Packed]):
         self.state.recent, self.state.is_open = [], False
 
     def progress(self) -> float:
-        """In stages and parts of stages."""
         if self.state.stage == len(self.config.curriculum):
             return 1.0
         return (self.state.stage + min(1.0, self.stage_progress())) / len(self.config.curriculum)
@@ -249,5 +244,4 @@ class Run(Trainer[Packed]):
 
 
 def saved_run(folder: Path) -> Config:
-    """Raises FileNotFoundError if the folder holds no run."""
     return settings_as(folder / SETTINGS, lambda saved: from_dict(saved["config"]))

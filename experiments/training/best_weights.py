@@ -14,7 +14,7 @@ class BestWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.weights: Weights = {}  # none before the first validation
+        self.weights: Weights = {}
         self.step, self.accuracy = 0, float("-inf")
         self.offered = 0  # step
 
@@ -30,7 +30,6 @@ class BestWeights:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """None before the first validation."""
         return {"step": self.step, "accuracy": self.accuracy, "offered": self.offered} if self.weights else None
 
     def load(self, state: dict[str, Any] | None, weights: Weights) -> None:

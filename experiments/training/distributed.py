@@ -62,7 +62,6 @@ class Ranks:
             )
 
     def check_batch(self, sequences: int, option: str) -> None:
-        """Raises ValueError if the sequences of a batch cannot be shared equally."""
         if sequences % self.data_parallel_ranks:
             raise ValueError(
                 f"the sequences of a batch must be a multiple of the number of {self.sharers}, "
@@ -111,7 +110,6 @@ class Ranks:
         return kept[0] if kept else function()
 
     def gather(self, value: T) -> list[T]:
-        """In the first process; an empty list in the others."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -148,22 +146,17 @@ SINGLE = Ranks()
 
 
 def world_size() -> int:
-    """1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def require_single_process(what: str) -> None:
-    """Raises ValueError if torchrun has started several processes."""
     if world_size() > 1:
         raise ValueError(f"{what} runs in one process; start it without torchrun")
 
 
 @contextmanager
 def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
-    """Inside the context, torchrun's processes can communicate.
-
-    context_parallel: processes that share a sequence; raises ValueError unless it divides the number of all.
-    """
+    """context_parallel: processes that share a sequence; raises ValueError unless it divides the number of all."""
     if world_size() % context_parallel:
         raise ValueError(
             f"context_parallel must divide the number of processes, {world_size()}; got {context_parallel}: start "
@@ -174,7 +167,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         return
     device = find_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # for Triton
+        torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
@@ -184,7 +177,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control, context_parallel, mesh)
     yield ranks
-    dist.destroy_process_group()  # after an error others may wait, and torchrun ends them
+    dist.destroy_process_group()
     # Threads end with the last reference to the group. A thread that releases a tensor while Python exits aborts the
     # process.
     object.__setattr__(ranks, "control", None)
@@ -192,8 +185,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
 
 
 def find_device(name: str) -> torch.device:
-    """ "auto" is a GPU if there is one; each of several processes gets its own. Raises ValueError if the device is
-    missing."""
+    """ "auto" is a GPU if there is one; each of several processes gets its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

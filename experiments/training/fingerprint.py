@@ -14,16 +14,12 @@ def sha256(*paths: Path) -> str:
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError if a run would continue with other data.
-
-    saved, now: "examples" (the number of examples of each split), "folder", "origin" and "hash" (see `check_disjoint`).
-    """
     if saved["examples"] != now["examples"]:
         raise ValueError(
             f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
             f"test) from {saved['folder']}; got {now['examples']}"
         )
-    if saved.get("hash", now["hash"]) != now["hash"]:  # older runs have none
+    if saved.get("hash", now["hash"]) != now["hash"]:
         raise ValueError(
             f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
             f"{now['folder']} ({now['origin']}) are others"

@@ -21,7 +21,7 @@ class KernelCost(NamedTuple):
 
 
 def costs_of(step: Callable[[int], object], steps: int, device: torch.device) -> list[KernelCost]:
-    """Of `step(number)` for steps 0, 1, ..., the longest first. On a GPU without gaps between kernels."""
+    """On a GPU without gaps between kernels."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as record:

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.training.atomic_files import write_text
 from experiments.training.reading import reading
 
-Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers
+Record = dict[str, Any]
 
 MOST_TRAINING = 200  # in a thinned log
 LAST = 20  # which tables average
@@ -41,7 +41,7 @@ def read(path: Path) -> list[Record]:
     if not path.exists():
         return []
     with reading(path, "the log of a run, a JSON object with its kind and step a line"):
-        lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
+        lines = path.read_text().split("\n")[:-1]
         records: list[Record] = [json.loads(line) for line in lines]
         for record in records:
             if not isinstance(record["step"], int) or not isinstance(record["kind"], str):

@@ -35,7 +35,6 @@ def parsed(text: str) -> tuple[int, ...]:
 
 
 def saved(folder: Path) -> tuple[int, ...] | None:
-    """None if the folder holds no series."""
     path = folder / SERIES
     return tuple(read_json(path, "the seeds of a series of runs", "seeds")["seeds"]) if path.is_file() else None
 
@@ -62,7 +61,7 @@ def begin(
         )
     if SETTINGS in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
-    if not resume:  # a later --resume would adopt older runs
+    if not resume:
         older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
         for place in older:
             check_replaceable(place, overwrite=overwrite, initial=initial)
@@ -103,6 +102,5 @@ def run(
 
 
 def check_none(folder: Path) -> None:
-    """Raises FileExistsError: a single run would hide the series."""
     if (folder / SERIES).exists():
         raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")

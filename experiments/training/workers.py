@@ -45,7 +45,6 @@ class _Workers(SpawnContext):
 
 
 def worker_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
-    """initializer: called first in each process."""
     return ProcessPoolExecutor(workers, mp_context=_Workers(), initializer=_begin, initargs=(initializer,))
 
 

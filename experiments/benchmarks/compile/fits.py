@@ -121,7 +121,7 @@ def _allocating_only() -> Iterator[None]:
         mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", lambda *given: None),
         mock.patch.object(llvm, "to_module", stop),
     ):
-        knobs.compilation.disable_line_info = True  # attached to LLVM's instructions
+        knobs.compilation.disable_line_info = True
         yield
 
 

@@ -27,9 +27,7 @@ FEATURES = ("small", "spread", "few", "lengths", "parts", *KINDS, "learned", "de
 def compiled(
     dim: int, dtype: torch.dtype, features: Sequence[str] = (), v_dim: int | None = None
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
-
-    features: "small": blocks of 64; "spread": every second block is dead; "few": as for few queries of many keys;
+    """features: "small": blocks of 64; "spread": every second block is dead; "few": as for few queries of many keys;
     "lengths"; "parts": rows of the forward and columns of the backward are split; KINDS; "learned": their tensors
     require gradients; "dead": some tiles are.
     """
@@ -51,7 +49,7 @@ def compiled(
         mock.patch.object(choices, "has_few_queries", lambda tokens, keys: "few" in features),
         mock.patch.object(driver, "_active", NoDevice(ARCH)),
     ):
-        clear_caches()  # passes are cached by a key, plans by their mask
+        clear_caches()
         setting = setting_of(q, q, Problem.of(mask, scale=1.0), divmod(ARCH, 10))
         changes, wanted = _changes(features, unpadded, dtype), []
         if changes is not None:

@@ -16,12 +16,11 @@ from triton.compiler.compiler import make_backend
 class Said(NamedTuple):
     registers: int  # per thread
     spilled: int  # bytes a thread
-    # Warnings that matrix instructions are not asynchronous.
     serialised: tuple[str, ...]
 
 
 def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
-    """The report, and the machine code. Triton keeps no report, so the kernel is assembled again."""
+    """Triton keeps no report, so the kernel is assembled again."""
     made_by = kernel.metadata
     backend = make_backend(made_by.target)
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as output:

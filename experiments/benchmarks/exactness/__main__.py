@@ -31,7 +31,6 @@ Record = dict[str, Any]
 
 
 def read(paths: list[Path]) -> list[Record]:
-    """The records of files, or of the `*.jsonl` in folders, with the worst error of each."""
     rows = [row for path in paths for row in _rows(path)]
     if not rows:
         raise ValueError(f"found no record in {', '.join(map(str, paths))}; run the tests with SPARSEFLASH_EXACTNESS.")
@@ -49,7 +48,7 @@ def _rows(path: Path) -> Iterator[Record]:
         try:
             row = json.loads(line)
             missing = [name for name in _KEPT if name not in row]
-        except (ValueError, TypeError, RecursionError) as error:  # nested too deeply
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no JSON object ({error}).") from error
         if missing:
             raise ValueError(f"{path}, line {number}: no {', '.join(missing)}.")
@@ -57,7 +56,6 @@ def _rows(path: Path) -> Iterator[Record]:
 
 
 def condense(bench: Bench, records: Sequence[Record]) -> None:
-    """The largest error of each result, the number of cases, and both for each head dim."""
     for backend, dtype in sorted({(each["backend"], each["dtype"]) for each in records}):
         some = [each for each in records if (each["backend"], each["dtype"]) == (backend, dtype)]
         for name in (*RESULTS, "worst"):

@@ -28,7 +28,7 @@ class Bench:
         self.path = out if out.suffix == ".jsonl" else out / f"{name}.jsonl"
         self.round_ms = round_ms if device.type == "cuda" else 0.0
         self.measurements: list[Measurement] = []
-        self.timed: dict[str, Timed] = {}  # of the last case
+        self.timed: dict[str, Timed] = {}
 
     @classmethod
     def start(
@@ -43,7 +43,7 @@ class Bench:
             raise typer.BadParameter(str(failure)) from None
         command = command_line(f"experiments.benchmarks.{module or name}", program=program)
         run = current_run(place, command, commit=commit, seed=seed, packages=packages)
-        if os.environ.get("RANK", "0") == "0":  # torchrun: the first reports
+        if os.environ.get("RANK", "0") == "0":
             print(table.about(run), flush=True)
         return cls(name, run, out, place, **options)
 
@@ -80,7 +80,7 @@ class Bench:
             failed = failures.get(name) or timings[name].failure
             if failed is None:
                 timing = timings[name]
-                spread = timing.spread if len(timing.rounds) > 1 else None  # one turn says nothing about noise
+                spread = timing.spread if len(timing.rounds) > 1 else None
                 self.add(f"{case}/{name}", scale * timing.ms, unit, spread=spread, **way.settings)
             elif way.peer:
                 self.add(f"{case}/{name}", None, unit, failure=reason(failed), **way.settings)

@@ -16,7 +16,6 @@ T = TypeVar("T")
 
 
 def chosen(option: str, given: Iterable[T] | None, known: Iterable[T]) -> list[T]:
-    """The values of a repeated option, by default all known ones. Refuses unknown values."""
     known, given = list(known), list(given or ())
     if unknown := [value for value in given if value not in known]:
         raise typer.BadParameter(f"{option} must be from {', '.join(map(str, known))}; got {unknown[0]}.")

@@ -126,7 +126,6 @@ def _start(name: str, device: str, commit: str | None, out: Path, small: bool, r
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """bf16; fp32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

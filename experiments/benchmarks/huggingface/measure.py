@@ -97,7 +97,6 @@ def _prepared(model: nn.Module, name: str, compiles: bool) -> nn.Module | str:
 
 
 def _forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    # The decoder of an encoder-decoder reads labels.
     is_pair = model.config.is_encoder_decoder  # type: ignore[union-attr]
     given = {name: each for name, each in inputs.items() if name != "labels"}
     if is_pair:
@@ -119,7 +118,7 @@ def _training_step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
 
 
 def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: nn.Module) -> str:
-    """The first call compiles, the second records the memory. Returns the reason if they fail."""
+    """The first call compiles, the second records the memory."""
     failed = ""
     try:
         seconds, _ = first_call(call, bench.device)
@@ -132,7 +131,7 @@ def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: n
             bench.add(path.format("peak"), peak / GIB, "GiB")
     except Exception as failure:
         failed = reason(failure)
-    weights.zero_grad(set_to_none=True)  # all models share them
+    weights.zero_grad(set_to_none=True)
     release(bench.device)
     return failed
 

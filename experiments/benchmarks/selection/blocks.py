@@ -55,7 +55,7 @@ FORWARD_ONLY = "flashinfer"  # have no backward
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
     Case(65_536, 64, 128, 16, kv_heads=4, peers=True),
-    Case(40_768, 16, 64, 64, causal=False, peers=True),  # a video: a tenth of the blocks
+    Case(40_768, 16, 64, 64, causal=False, peers=True),
     Case(8_192, 32, 64, 16, kv_heads=4, by_query=True),
     Case(65_536, 32, 64, 16, kv_heads=4, by_query=True),
     Case(16_384, 16, 64, 16),
@@ -77,7 +77,7 @@ def index_of(case: Case, device: torch.device) -> Tensor:
     rows = case.tokens if case.by_query else blocks
     own = torch.arange(rows, device=device) // (case.block if case.by_query else 1)
     found = torch.empty(1, case.choices, rows, min(case.chosen, blocks), dtype=torch.int32, device=device)
-    for head in range(case.choices):  # the scores of all would need gigabytes
+    for head in range(case.choices):
         scores = torch.rand(rows, blocks, generator=generator, device=device)
         if case.causal:
             columns = torch.arange(blocks, device=device)
@@ -91,14 +91,13 @@ def live_scores(case: Case, index: Tensor) -> int:
     counts = (index >= 0).sum().item()
     rows = 1 if case.by_query else case.block
     live = counts * rows * case.block
-    if case.causal:  # the keys after a query in its own block
+    if case.causal:
         blocks = -(-case.tokens // case.block)
         live -= case.choices * blocks * (case.block * (case.block - 1) // 2)
     return int(live * (case.heads // case.choices))
 
 
 def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
-    """The choice alone, attention with a new choice, dense attention, and attention with known blocks."""
     index = index_of(case, device)
     group = case.heads // case.choices
 
@@ -126,7 +125,7 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
     def add(
         what: str, name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False
     ) -> None:
-        products = {"forward": 2, "both": 7}  # of live scores
+        products = {"forward": 2, "both": 7}
         for which, call in passes(forward, wanted, dout).items():
             if which == "forward" or not name.startswith(FORWARD_ONLY):
                 settings = {"flops": 2.0 * products[which] * case.dim * live}
@@ -146,7 +145,6 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
 def peers_of(
     case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Callable[[], Tensor]]]:
-    """Functions that make a peer's call, given the blocks."""
     by_head = partial(flashinfer.masks_of_heads, mask, q.detach(), k.detach(), v.detach(), causal=case.causal)
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {
@@ -157,13 +155,12 @@ def peers_of(
         "flashinfer-a-mask-for-each-head": by_head,
         "flashinfer-heads-as-rows": as_rows,
     }
-    if not case.causal:  # only if asked
+    if not case.causal:
         found["flashinfer-cake"] = partial(by_head, backend="cake")
     return found
 
 
 def _is_past(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A causal choice's partial tiles, in PyTorch and in the CuTe DSL."""
     return k <= q
 
 
@@ -207,7 +204,6 @@ def blocks(
 
 
 def measure(bench: Bench, case: Case, *, host_calls: int) -> None:
-    """Every way, ours also recorded; then the host's time."""
     ways = ways_of(case, bench.device)
     if bench.device.type == "cuda":
         ways |= {f"{name}-recorded": replace(way, recorded=True) for name, way in ways.items() if not way.peer}

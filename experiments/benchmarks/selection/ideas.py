@@ -66,8 +66,6 @@ def ideas(
 
 
 class Limit:
-    """Whether there is time for one more, which takes at most as long as the longest so far."""
-
     def __init__(self, minutes: float | None) -> None:
         self.stop = None if minutes is None else time.monotonic() + 60 * minutes
         self.longest, self.began = 0.0, 0.0
@@ -81,7 +79,6 @@ class Limit:
 
 
 def continue_(bench: Bench) -> None:
-    """Takes over what the file has. Raises BadParameter if the file is of another GPU or commit."""
     if not bench.path.exists():
         return
     run, measurements = read(bench.path)
@@ -99,7 +96,6 @@ def has(bench: Bench, case: str, way: str) -> bool:
 
 
 def measure(bench: Bench, path: str, shape: Shape, tokens: int, names: Sequence[str], dtype: torch.dtype) -> None:
-    """Times these ways in turns; what cannot be made is recorded as failed."""
     bench.rounds = 1 if tokens >= LONG else 3
     ways: dict[str, Way] = {}
     case = case_of(shape, tokens, bench.device, dtype)

@@ -35,19 +35,16 @@ class Packing:
         return max(0, (len(self.part) - 1) // self.context)
 
     def numbers(self, step: int) -> np.ndarray:
-        """At a step (from 0); an incomplete last batch of an epoch is dropped."""
         batches = self.count // self.batch
         epoch, place = divmod(step, batches)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
         return order[place * self.batch : (place + 1) * self.batch][self.share]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """[B, N + 1], int32."""
         places = numbers[:, None] * self.context + np.arange(self.context + 1)
         return self.part.tokens[places].astype(np.int32)
 
     def documents(self, number: int) -> list[int]:
-        """Of documents, or of their pieces, in the N tokens of a sequence."""
         begin = number * self.context
         starts = self.part.starts
         first, last = np.searchsorted(starts, [begin, begin + self.context])

@@ -43,7 +43,6 @@ def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Atten
 
 
 def is_dense_causal(mask: BlockMask) -> bool:
-    """For any block size."""
     same = masks.causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k))
     return mask.to("cpu") == same
 

@@ -38,8 +38,6 @@ def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tu
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward also computes the gradients, which the backward scales."""
-
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head = weight.to(features.dtype)
@@ -71,7 +69,6 @@ def mean_loss(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """fp32 [T]."""
     head = weight.to(features.dtype)
     found = [
         F.cross_entropy((features[part] @ head.T).float(), labels[part], reduction="none")

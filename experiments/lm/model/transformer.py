@@ -64,7 +64,6 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """In matrix products; see flops.py."""
         return matrix_weights(self.depth, self.width, self.mlp, self.padded_vocabulary)
 
 
@@ -94,7 +93,6 @@ class Block(nn.Module):
         return self.layer(x, batch, rotation, attention)
 
     def layer(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
-        """Without recomputation."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
         if isinstance(attention, Choosing):
@@ -119,7 +117,6 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def before_attention(
     x: Tensor, norm_weight: Tensor, qkv: Tensor, head_dim: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H, D], each contiguous: otherwise the compiled backward would copy v's gradient."""
     q, k, v = product(norm(x, norm_weight), qkv).unflatten(-1, (3, -1, head_dim)).unbind(1)
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
@@ -127,7 +124,6 @@ def before_attention(
 
 
 def after_attention(x: Tensor, mixed: Tensor, out: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """[T, W], from the input and the attention [T, W]."""
     x = x + product(mixed, out)
     hidden = F.gelu(product(norm(x, norm_weight), up), approximate="tanh")
     return x + product(hidden, down)
@@ -185,7 +181,6 @@ class LanguageModel(nn.Module):
                 block.choosing = attention
 
     def made(self, attention: Attention) -> Attention:
-        """Itself, or a new layer with weights for blocks that are chosen."""
         if not isinstance(attention, ChosenBlocks):
             return attention
         sizes = self.sizes
@@ -214,7 +209,6 @@ class LanguageModel(nn.Module):
         return self.run(x, places, batch, attentions)
 
     def trunk(self, x: Tensor, places: Tensor, batch: int, attentions: Sequence[Attention]) -> Tensor:
-        """[T, W] of embedded tokens [T, W] at positions [T]."""
         rotation = None
         if self.rotary is not None:
             cosine, sine = self.rotary(places)  # [T, 1, D / 2]

@@ -16,7 +16,6 @@ from sparseflash import BlockMask
 
 
 def mask_of(config: Config) -> BlockMask:
-    """For its longest sequences, on the CPU."""
     return masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
 
 

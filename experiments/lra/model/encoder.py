@@ -29,9 +29,7 @@ from sparseflash.distributed import ShardPlan
 
 
 class Encoder(nn.Module):
-    """Embedding, positions, layers and a norm.
-
-    masks: one for each layer, for the longest batch, on the model's device.
+    """masks: one for each layer, for the longest batch, on the model's device.
     places: the number of positions; above the mask's length if batches drop tokens.
     first: the position of an example's first token; 1 after [CLS].
     side: pixels along a side, for images.
@@ -157,7 +155,6 @@ class Encoder(nn.Module):
     def cropped(self, mask: BlockMask, length: int) -> BlockMask:
         key = (id(mask), length)
         if key not in self._cropped:
-            # Autograd refuses tensors of inference mode.
             with torch.inference_mode(False):
                 whole = length == mask.q_len
                 self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
@@ -172,7 +169,6 @@ class Encoder(nn.Module):
         return [padded[id(mask)] for mask in self.masks]
 
     def plans_for(self, layout: ShardPlan, lengths: Tensor | None) -> list[ShardPlan]:
-        """If several processes share the tokens. lengths: None without padding."""
         assert self.shared is not None
         found: dict[int, ShardPlan] = {}
         for mask in self.masks:
@@ -182,7 +178,6 @@ class Encoder(nn.Module):
         return [found[id(mask)] for mask in self.masks]
 
     def element_masks_for(self, length: int, lengths: Tensor | None) -> list[ElementMask]:
-        """lengths: None without padding."""
         found: dict[int, ElementMask] = {}
         for mask in self.masks:
             if id(mask) not in self._patterns:

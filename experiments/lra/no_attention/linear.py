@@ -15,8 +15,6 @@ _SELECTS = 0.1  # of the training examples
 
 @dataclass(frozen=True)
 class Answered:
-    """The accuracy on the test split, and what it took."""
-
     accuracy: float
     validation: float  # of the training examples that selected the strength, or of the validation split
     examples: int  # trained on
@@ -29,11 +27,11 @@ def fitted(data: Data, run: int, most: int | None = None) -> Answered:
     most: training examples at most. A tenth of them selects the regularisation, because validation and test are one
     split in some tasks; then all are fitted.
     """
-    from sklearn.linear_model import LogisticRegression  # takes a second to import
+    from sklearn.linear_model import LogisticRegression
 
     train = data.train.take(np.arange(min(most or len(data.train), len(data.train))))
     inputs, labels = features(train, data.task.longest, run), train.labels
-    selects = np.random.default_rng(0).random(len(train)) < _SELECTS  # drawn: classes may alternate
+    selects = np.random.default_rng(0).random(len(train)) < _SELECTS
     found = {}
     for strength in STRENGTHS:
         model = LogisticRegression(C=strength, max_iter=300).fit(inputs[~selects], labels[~selects])

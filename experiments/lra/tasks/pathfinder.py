@@ -101,7 +101,6 @@ def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
     """Rendered into the cache once; baselines are rules that do not trace, and a stored small 2-D CNN."""
-    # Numba takes a second to import.
     from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.owners import marker_counts
@@ -156,7 +155,6 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
-    """From `arrays`, which renders several at a time, uint8 `[n, side, side]`."""
     for first in range(0, len(vectors), _RENDERED_AT_ONCE):
         images = arrays(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):

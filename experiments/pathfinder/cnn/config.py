@@ -8,7 +8,7 @@ from experiments.training.settings import PRECISIONS, check_one_of
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a network except its images. Training ends after steps or minutes, whichever comes first."""
+    """Training ends after steps or minutes, whichever comes first."""
 
     width: int = 16
     blocks: int = 1

@@ -56,7 +56,6 @@ def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Ge
 
 
 def turned(images: Tensor, way: int) -> Tensor:
-    """Images [B, S, S] under one of eight symmetries; 0 is the identity."""
     flipped = [axis for axis in (1, 2) if way & axis]
     images = images.flip(flipped) if flipped else images
     return images.transpose(1, 2) if way & 4 else images

@@ -50,7 +50,6 @@ class SelfAttention(nn.Module):
         self.k_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Each [B, H, N, D]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, N, D]
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
@@ -123,7 +122,6 @@ def before_attention(layer: Layer, x: Tensor, rotation: Rotation | None) -> tupl
 
 
 def after_attention(layer: Layer, x: Tensor, mixed: Tensor, live: Tensor | None = None) -> Tensor:
-    """[B, N, W], from the input and the attention [B, H, N, D]. live: see DepthwiseConvolution."""
     x = x + layer.dropout(layer.attention.out(mixed.transpose(1, 2).flatten(2)))
     if layer.convolution is not None:
         x = layer.convolution(x, live)

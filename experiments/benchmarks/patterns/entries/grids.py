@@ -48,8 +48,6 @@ def shifted(window: int) -> Axis:
 
 
 def in_groups(window: int, stride: int) -> Axis:
-    """The window that a group of queries shares, around its leader."""
-
     def axis(x: Tensor, y: Tensor, side: int) -> Tensor:
         leader = (x // stride * stride + stride // 2).clamp(max=side - 1)
         return shifted(window)(leader, y, side)

@@ -24,7 +24,6 @@ class Package(NamedTuple):
 
 
 def load() -> Package:
-    """Raises Unavailable if it cannot be imported."""
     try:
         import flashinfer
     except ImportError as failure:
@@ -39,7 +38,7 @@ def _workspace(device: torch.device) -> Tensor:
 def masks_of_heads(
     mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, backend: str = "auto"
 ) -> Callable[[], Tensor]:
-    """A mask for each head of keys. The wrapper copies q and the output into and out of its own order.
+    """The wrapper copies q and the output into and out of its own order.
 
     With `causal` its kernels align the queries of a row with the last keys that the row lists: the row's own block, as
     blocks are in order.
@@ -68,7 +67,6 @@ def heads_as_rows(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: b
 
 
 def _layout(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
-    """Bool [Hkv, M, N]: the blocks of each head of keys."""
     return mask.to_layout()[0, :: q.shape[1] // k.shape[1]]
 
 

@@ -21,7 +21,6 @@ from sparseflash.interop import to_flex
 
 
 def flex_mask(pattern: Pattern) -> FlexMask:
-    """None is compiled for masks of full tiles alone."""
     return to_flex(pattern.mask, mask_mod=pattern.rule or noop_mask)
 
 

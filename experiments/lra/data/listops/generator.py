@@ -62,7 +62,6 @@ class Settings:
 
 
 def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
-    """A fixed number of draws with the chunk's seed."""
     rng = random.Random(f"listops {settings.seed} {chunk}")
     rows = []
     for _ in range(DRAWS_PER_CHUNK):
@@ -73,7 +72,6 @@ def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
 
 
 def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, int]], None, None]:
-    """In the same order for any number of workers."""
     if workers == 1:
         yield from (draw_chunk(settings, chunk) for chunk in count())
     with worker_pool(workers) as pool:
@@ -89,14 +87,13 @@ def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, i
 
 
 def draw_distinct(settings: Settings, workers: int) -> Generator[tuple[str, int], None, None]:
-    """In chunk order; raises ValueError when the bounds are exhausted."""
     seen: set[bytes] = set()
     fruitless = 0
     with closing(draw_chunks(settings, workers)) as chunks:
         for rows in chunks:
             found_before = len(seen)
             for source, value in rows:
-                digest = blake2b(source.encode(), digest_size=16).digest()  # texts would take 600 MB
+                digest = blake2b(source.encode(), digest_size=16).digest()
                 if digest not in seen:
                     seen.add(digest)
                     yield source, value

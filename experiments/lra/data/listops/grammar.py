@@ -31,7 +31,7 @@ def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] |
     """
     uniform = rng.random
     tokens: list[int] = []
-    missing = [1]  # subtrees still to draw, for each open level
+    missing = [1]
     outstanding = 1
     while missing:
         if missing[-1] == 0:
@@ -97,7 +97,6 @@ def render(tokens: list[int]) -> str:
             continue
         parts.append(NAMES[token])
         if token == CLOSE:
-            # One bracket for each argument and one for the closing token.
             start, arguments = opened.pop(), counts.pop()
             parts[start] = "( " * (arguments + 1) + parts[start]
             parts.append(")")
