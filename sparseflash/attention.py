@@ -68,7 +68,7 @@ def attention(
         k: keys `[B, Hkv, Nk, D]`. Hq must be a multiple of Hkv (grouped and multi-query attention): query head h reads
             key head `h // (Hq // Hkv)`.
         v: values `[B, Hkv, Nk, Dv]`. q, k and v must share one floating dtype and one device, and their last dimension
-            must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
+            must be contiguous.
         mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
             must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
             finite, because a weight of 0 times NaN is NaN.
@@ -77,15 +77,13 @@ def attention(
             scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it. By it results
             over parts of the keys are merged (`merge_attention`).
         dropout_p: the probability that a softmax weight is set to 0, below 1; kept weights are divided by the
-            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0. Pass 0
-            when you are not training, as to PyTorch's own attention.
+            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0.
         seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which may change between replays
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
             (`dropout.keep_mask` returns them). None: drawn from the PyTorch generator of q's device, so
             `torch.manual_seed` fixes it.
-        scores: score modifications from `sparseflash.scores`, such as `scores.alibi(slopes) + scores.softcap(50.0)`.
-            The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf
-            is dead, as if it were masked; the lowest finite number is a live score.
+        The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf is
+            dead, as if it were masked; the lowest finite number is a live score.
         backend: None chooses by the device. CUDA tensors run on Triton kernels, in each pass on the portable or the
             Hopper kernels, whichever are faster and support the call; `explain` says which and why. CUDA tensors that
             no kernel takes (fp64, D below 16 or above 256) raise an error. Tensors on other devices run on
@@ -95,7 +93,7 @@ def attention(
               have the same bits whatever else is in the batch.
             - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D = Dv = 64, 96 or 128; no dropout;
               dynamic masks in blocks of 128, or of 64 forward). They take temperatures, soft caps, sinks, decay with
-              distance, tables by distance, and biases. Some combinations do not run; `explain` says which and why.
+              distance, tables by distance, and biases.
             - `"blockwise"`: PyTorch operations on the live tiles, on any device, in any floating dtype, with any D.
             - `"reference"`: PyTorch operations on the dense matrix, which define the semantics.
 
@@ -134,7 +132,7 @@ def attention(
     place = found = None
     try:
         kernels = KERNELS.get(backend)
-    except TypeError:  # it cannot be hashed; `chosen_backend` refuses it
+    except TypeError:
         kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
@@ -159,10 +157,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, dropout: Dropout | None,
     scores: Scores | Change | None, backend: Backend | None, place: call_cache.Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of `attention`, after `check_tensors`; lse is -inf for every query without a live key.
-
-    place: where to cache the call, if it can be cached.
-    """
+    """`(out, lse)` of `attention`, after `check_tensors`; lse is -inf for every query without a live key."""
     q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k)
@@ -198,7 +193,6 @@ def attend(
 
 
 def _warn_of_head_dims(dim: int, v_dim: int) -> None:
-    """Warns, once per process, that a call runs on the CPU with head dims that no GPU kernel takes."""
     global _has_warned
     if _has_warned or torch.compiler.is_compiling():
         return

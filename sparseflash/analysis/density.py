@@ -16,9 +16,8 @@ class Density:
     >>> found.live_tiles, found.full_tiles, found.partial_tiles
     (10, 6, 4)
 
-    `scores`, `tiles`: of the whole matrix, `q_len * k_len` and `Mq * Mk` per head. A tile is live if any of its scores
-    is. `full_tiles`: with all scores live; the kernel reads no bits for them. `partial_live_scores`: live scores in the
-    other live tiles.
+    A tile is live if any of its scores is. `full_tiles`: with all scores live; the kernel reads no bits for them.
+    `partial_live_scores`: live scores in the other live tiles.
     """
 
     scores: int
@@ -31,7 +30,6 @@ class Density:
 
     @property
     def partial_tiles(self) -> int:
-        """Live tiles that bits, the end of the sequence or padding limit."""
         return self.live_tiles - self.full_tiles
 
     @property

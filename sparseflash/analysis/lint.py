@@ -97,7 +97,6 @@ def lint(
     permutation.
     """
     every, causal = model.listed(masks), flag(causal, "causal")
-    # A single cross-attention mask is not a layer whose output is the next layer's input.
     together = not (len(every) == 1 and _tells_queries_from_keys(every[0]))
     if together:
         every = model.checked(every)
@@ -195,7 +194,6 @@ def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterat
         smaller = [block for block in BLOCKS if block < max(mask.block_q, mask.block_k)]
         others = coarsening(mask, smaller)
         better = [entry for entry in others if entry.over_coverage * BETTER <= own.over_coverage]
-        # Of the blocks with nearly the least over-coverage, the largest runs fastest.
         least = min((entry.over_coverage for entry in better), default=0.0)
         best = max((e for e in better if e.over_coverage <= 1.25 * least), key=lambda e: e.block_q, default=None)
         remedy = (
@@ -244,7 +242,7 @@ def _uneven(mask: BlockMask, where: str) -> Iterator[Finding]:
 
 
 def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iterator[Finding]:
-    from sparseflash.analysis.connectivity import causal_gap, gap  # late: only this needs scipy
+    from sparseflash.analysis.connectivity import causal_gap, gap
 
     try:
         if not causal or layers is not None:

@@ -1,7 +1,4 @@
-"""The tiles that attention iterates over for each distinct head of a mask, without padding.
-
-Heads and batch elements with the same pattern and length are analysed once and weighted by their number.
-"""
+"""The tiles that attention iterates over for each distinct head of a mask, without padding."""
 
 from __future__ import annotations
 
@@ -38,11 +35,9 @@ class Walk:
     users: tuple[tuple[int, int], ...]
 
     def live(self) -> Tensor:
-        """Live scores of each tile: int64 `[E]`."""
         return self.per_kind()[self.kind]
 
     def per_kind(self) -> Tensor:
-        """Live scores of each kind: int64 `[1 + T]`."""
         return torch.cat([torch.tensor([self.block_q * self.block_k], device="cpu"), bitmask.live_scores(self.bits)])
 
 

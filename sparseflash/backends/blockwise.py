@@ -23,8 +23,6 @@ from sparseflash.scores.change import Scores
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables autocast: the inputs have been cast already, and products in fp32 must stay in fp32."""
-
     @wraps(function)
     def run(q: Tensor, *rest: Any) -> Any:
         with torch.autocast(q.device.type, enabled=False):
@@ -156,10 +154,9 @@ scored_attention = ScoredOperator("blockwise", _forward, _scored_backward, _empt
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`. A single column is summed separately, because BLAS sums it term by term, with larger errors."""
+    """A single column is summed separately, because BLAS sums it term by term, with larger errors."""
     return a @ b if b.shape[-1] > 1 else (a * b.mT).sum(-1, keepdim=True)
 
 
 def _or_one(total: Tensor) -> Tensor:
-    """Replaces sums of 0, of queries without keys, by 1."""
     return total.masked_fill(total == 0, 1.0)

@@ -52,13 +52,11 @@ class Tiles:
         # Queries per tile. With few queries and many keys, as in decoding, a tile is cut to the number of queries.
         self.height = self.q_len if self.row_blocks == 1 else block_q
         self.bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:, : self.height]
-        self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in fp32
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
 
     def cut(self, x: Tensor, block: int, *, last: bool = False) -> Tensor:
-        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`.
-
-        The padding is zeros, or the last token if `last`: a score modification and its derivatives need only be finite
-        for scores of tokens.
+        """The padding is zeros, or the last token if `last`: a score modification need only be finite for scores of
+        tokens.
         """
         batch, heads, length, dim = x.shape
         count = -(-length // block)
@@ -69,7 +67,6 @@ class Tiles:
         return padded.view(batch * heads, count, block, dim)
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `cut`, for the lengths of `like`: `[B * H, M, block, ...]` to `[B, H, N, ...]`."""
         batch, heads, length = like.shape[:3]
         return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
 
@@ -96,7 +93,6 @@ class Tiles:
         )  # fmt: skip
 
     def sink(self, part: Rows, changes: Scores | None) -> Tensor | None:
-        """The logits of the heads' sinks, `[n, 1, 1]`."""
         found = None if changes is None else changes.find("sink")
         return None if found is None else found.logits[part.heads % self.heads].view(-1, 1, 1).to(self.dtype)
 
@@ -105,12 +101,12 @@ class Tiles:
         sink = self.sink(part, changes)
         if sink is None:
             return None
-        empty = total == 0  # queries without keys: their maximum of 0 does not bound the sink
+        empty = total == 0
         return torch.exp((sink.unsqueeze(-1) - maximum).masked_fill(empty, -torch.inf)) / total.masked_fill(empty, 1.0)
 
     def add_sinks(self, part: Rows, learned: Sequence[Tensor | None], weights: Tensor, drow: Tensor) -> None:
         """Adds the gradients of the sinks. `drow`: the gradient of a sink's score, divided by its weight."""
-        zeros = learned[-1]  # a sink is the last change and has one tensor
+        zeros = learned[-1]
         if zeros is not None:
             zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2, 3)).to(zeros.dtype))
 
@@ -146,7 +142,6 @@ class Tiles:
         return chosen.reshape(len(heads), len(cols), -1, x_tiles.shape[-1])
 
     def scatter_add(self, into: Tensor, heads: Tensor, cols: Tensor, values: Tensor) -> None:
-        """The transpose of `gather`."""
         slots = (heads[:, None, None] * into.shape[1] + cols[None]).reshape(-1)
         into.view(-1, *into.shape[2:]).index_add_(0, slots, values.reshape(-1, *into.shape[2:]))
 
@@ -156,7 +151,7 @@ class Tiles:
             for rows, cols, tile, numbers in self._rows_by_count(number, blocks):
                 count = cols.shape[1]
                 if count == 0:
-                    continue  # these queries have no key
+                    continue
                 a_row = self.block_q * self.block_k * count
                 some_heads = max(1, min(len(heads), _SCORES_AT_ONCE // a_row))
                 some_rows = max(1, _SCORES_AT_ONCE // (a_row * some_heads))
@@ -167,9 +162,7 @@ class Tiles:
                         yield Rows(h, rows[here], cols[here], tile[here], numbers[here], stop)
 
     def _patterns(self) -> Iterator[tuple[int, Tensor, Blocks | None]]:
-        """Yields `(pattern, indices of (batch element, head), blocks)` for each pattern in use.
-
-        With lengths, only sequences with the same number of live blocks are yielded together; `blocks` are those
+        """With lengths, only sequences with the same number of live blocks are yielded together; `blocks` are those
         numbers.
         """
         keys = self.pattern.long().unsqueeze(1)

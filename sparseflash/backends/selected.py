@@ -1,6 +1,6 @@
 """The operators of the kernels for chosen tokens, `sparseflash::token_attention` and `sparseflash::token_scores`.
 
-As in `registration.py`. Derivatives that the kernels do not have are refused.
+Derivatives that the kernels do not have are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparseflash.backends.registration import LIBRARY, define, empty_gradient, e
 
 def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
     """Raises an error unless the kernels run here and take these tensors."""
-    from sparseflash.backends.triton.selected import api  # imported late: the library must work without Triton
+    from sparseflash.backends.triton.selected import api
 
     api.check(q, k, v_dim, choices)
 

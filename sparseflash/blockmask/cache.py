@@ -27,7 +27,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _clearings: list[Callable[[], None]] = []  # the functions that `clear_caches` calls
-_dicts: weakref.WeakSet[Any] = weakref.WeakSet()  # every BoundedDict and MaskCache
+_dicts: weakref.WeakSet[Any] = weakref.WeakSet()
 # A WeakSet must not grow while it is read. Reentrant, because the garbage collector may run code that makes a cache.
 _listing = threading.RLock()
 
@@ -51,7 +51,7 @@ class BoundedDict(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= self.most and key not in self:
             self.clear()
-        if not self:  # listed once it holds something: Dynamo, which traces what makes a dict, cannot take the lock
+        if not self:
             with _listing:
                 _dicts.add(self)
         super().__setitem__(key, value)
@@ -98,7 +98,7 @@ def bounded_tensors(maxsize: int) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def cached(*arguments: Any) -> Any:
-            found = made.get(arguments)  # as in `once`, but faster, because every choice of blocks comes here
+            found = made.get(arguments)
             if found is None:
                 return once(made, arguments, lambda: function(*arguments))
             found[1].wait()
@@ -121,7 +121,6 @@ def clear_caches() -> None:
     >>> import sparseflash
     >>> sparseflash.clear_caches()
 
-    Every cache is bounded, so this is only needed to measure memory, or in a program that will not repeat earlier work.
     Later calls derive again what they need; compiled kernels are reloaded from Triton's cache on disk. CUDA graphs stay
     valid: the tensors that they read are kept until they are destroyed.
 
@@ -144,14 +143,8 @@ def clear_caches() -> None:
 
 
 def attach_cache(indices: Tensor, *, may_wait: bool, others: tuple[Any, ...]) -> None:
-    """Gives the indices of a newly made mask a cache.
-
-    `may_wait`: whether the host may wait for the indices' values, once; not for dynamic masks, which are made at every
-    step. `others`: the other parts of the mask.
-    """
+    """Gives the indices of a newly made mask a cache."""
     if torch.compiler.is_compiling():
-        # The mark tells `mask_cache` that the indices which the compiled code returns may get a cache, unless the mask
-        # is dynamic.
         indices._sparseflash_may_wait = may_wait  # type: ignore[attr-defined]
         return
     # A tensor made while a graph is recorded has no contents until the first replay, and new ones after each.

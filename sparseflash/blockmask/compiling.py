@@ -39,10 +39,8 @@ _OBJECTS_AS_IDS = torch.__version__ < "2.12"
 
 
 class _Kept:
-    """The masks that compiled code refers to, as attributes in order of age; they may outlive that code.
-
-    Dynamo guards the attributes of a global object as it guards the caller's objects. It cannot guard the return value
-    of a function that is marked constant, so compiled code could not even call a method of it.
+    """Dynamo guards the attributes of a global object as it guards the caller's objects. It cannot guard the return
+    value of a function that is marked constant, so compiled code could not even call a method of it.
     """
 
 
@@ -82,12 +80,11 @@ def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | N
             _check_contents(build, (args, kwargs))
             with _disable_current_modes():
                 return build(*args, **kwargs)
-        # Dynamo traces everything below except `_build`.
         begun = None
         if calls is not None:
             begun = begin_trace()
             calls(*args, **kwargs)
-        masks: list[Any] = []  # or their ids
+        masks: list[Any] = []
         positional = [_described(value, masks) for value in args]
         named = {name: _described(value, masks) for name, value in kwargs.items()}
         mask: T = getattr(_kept, _build(begun, build, positional, named, *masks))
@@ -110,7 +107,6 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
-    """Raises TypeError if any tensor, or any of a mask, is fake."""
     from sparseflash.blockmask.mask import BlockMask
 
     for leaf in tree_leaves(arguments):
@@ -123,7 +119,6 @@ def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
 
 
 def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
-    """An argument in a form that Dynamo can treat as a constant; masks go into `masks`, where Dynamo guards each."""
     from sparseflash.blockmask.mask import BlockMask
 
     if isinstance(value, BlockMask):
@@ -136,17 +131,16 @@ def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
     if isinstance(value, tuple):
         return "tuple", [_described(each, masks) for each in value]
     if isinstance(value, int) and not isinstance(value, bool):
-        return "constant", operator.index(value)  # specialises on the size of a tensor, and guards it
+        return "constant", operator.index(value)
     return "constant", value
 
 
 def _build(
     begun: Trace | None, build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any
 ) -> str:  # fmt: skip
-    """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
     if begun is not None:
         guard_reads(begun, build.__qualname__)
-    if _OBJECTS_AS_IDS:  # the ids of objects that Dynamo holds, even of objects that it only traces
+    if _OBJECTS_AS_IDS:
         masks = tuple(ctypes.cast(address, ctypes.py_object).value for address in masks)
 
     def argument(described: tuple[str, Any]) -> Any:
@@ -158,7 +152,7 @@ def _build(
                 "it to the compiled function."
             )
         if kind == "mask":
-            if "q_len" not in vars(masks[value]):  # traced from its fields; the object does not exist yet
+            if "q_len" not in vars(masks[value]):
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
                     "the compiled code makes at each call (chosen from data, or by with_lengths). Combine that mask "

@@ -33,14 +33,13 @@ class _Kept:
         self.tensors: dict[int, Tensor] = {}
 
     def is_released(self) -> bool:
-        """Whether the graph has been destroyed. Returns True only once, and then frees the semaphore."""
         if _libc().sem_trywait(self.semaphore) != 0:
             return False
         _libc().free(self.semaphore)
         return True
 
 
-_graphs: dict[int, _Kept] = {}  # by CUDA's id of the capture
+_graphs: dict[int, _Kept] = {}
 
 
 def keep_for_graph(stream: int, tensors: list[Tensor]) -> None:
@@ -66,7 +65,6 @@ def release_finished() -> None:
 
 
 def _capture_of(stream: int) -> tuple[int, ctypes.c_void_p]:
-    """The id of the capture in progress on a stream, and its graph."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
     driver = cuda_driver()

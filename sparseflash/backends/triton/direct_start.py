@@ -4,8 +4,8 @@ Triton's launcher converts all arguments and makes the TMA descriptors in Python
 host work of a short call. Here the parameters of a launch are kept in a buffer; a call writes only those that differ,
 and the driver replaces the addresses in the descriptors: in C (`native.c`), or in Python where that cannot be compiled.
 
-Triton does not document the parameters of a compiled kernel. They are derived from its signature, only for known
-versions, and compared with the declaration in the PTX. If they differ, Triton launches the kernel.
+Triton does not document the parameters of a compiled kernel: they are derived from its signature, only for known
+versions, and compared with the declaration in the PTX.
 
 Triton 3.6 to 3.9 pass the arguments, each descriptor followed by its sizes and strides, then two addresses of scratch
 memory. From 3.7 on, one C launcher serves all kernels; from 3.8 on, a launch attribute allows more than 228 KB of
@@ -29,7 +29,6 @@ from sparseflash.backends.triton import native
 from sparseflash.cuda_driver import cuda_driver, raise_if_failed
 
 DESCRIPTOR = "descriptor"
-# Triton's type names -> format characters of Python's struct.
 _CODES = {
     "i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d",
@@ -76,7 +75,6 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
 
 
 def _leaves(kind: Any, path: tuple[int, ...] = ()) -> list[tuple[int | tuple[int, ...] | None, Any]]:
-    """`(index, type)` of each type in a type that may be a nested tuple; see `Parameter.item`."""
     if not isinstance(kind, tuple):
         return [(None if not path else path[0] if len(path) == 1 else path, kind)]
     return [leaf for item, each in enumerate(kind) for leaf in _leaves(each, (*path, item))]
@@ -97,7 +95,6 @@ def are_declared(parameters: Sequence[Parameter], ptx: str) -> bool:
 
 
 def _size(declaration: str) -> int:
-    """The bytes of `.param .u32 name` or `.param .align 64 .b8 name[128]`."""
     found = re.search(r"\.b8\s+\w+\[(\d+)\]", declaration)
     if found is not None:
         return int(found[1])
@@ -118,10 +115,7 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
 
 
 def loaded(compiled: Any, device: torch.device) -> int | None:
-    """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers.
-
-    Triton's own loading would also make a launcher, which version 3.6 compiles from C in half a second.
-    """
+    """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers."""
     functions = _loaded.setdefault(compiled, {})
     if device.index not in functions:
         from triton.runtime import driver
@@ -198,7 +192,6 @@ def kernel_of(
 
 
 def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
-    """Whether a parameter is a size or a stride of a descriptor; these are the same at all calls."""
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
 
 
@@ -207,7 +200,6 @@ def _is_tensor(arguments: Sequence[Any], parameter: Parameter) -> bool:
 
 
 def _indices(parameter: Parameter) -> tuple[int, int | None]:
-    """The index in an argument that is a tuple, and the one in its item; -1 for none, None if there are more."""
     item = parameter.item
     if not isinstance(item, tuple):
         return -1 if item is None else item, -1
@@ -215,18 +207,15 @@ def _indices(parameter: Parameter) -> tuple[int, int | None]:
 
 
 def _packed(code: str, value: int | float) -> bytes:
-    """A number in eight bytes."""
     return struct.pack("=" + code, value).ljust(8, b"\0")
 
 
 def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
-    """The value of a parameter."""
     value = _argument(arguments, parameter)
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
-    """The argument, or the item of a tuple or descriptor, that becomes a parameter."""
     value = arguments[parameter.argument]
     if parameter.item is None:
         return value
@@ -238,7 +227,6 @@ def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
 
 
 def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
-    """Writes the TMA descriptor of a tensor, as Triton's launcher would."""
     x: Tensor = described.base
     sizes, strides, box = described.shape[::-1], described.strides[-2::-1], metadata["block_size"][::-1]
     rank = len(sizes)

@@ -118,7 +118,6 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     """The fault of the kernels that serve these inputs; "" if none."""
     from triton import knobs
 
-    # Triton does not store the report of ptxas, but prints it with this knob.
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     report = io.StringIO()
     ratios: list[tuple[str, float]] = []
@@ -145,7 +144,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
 
 
 def _backward_form(kind: Kind, given: Example) -> BackwardForm:
-    """The kernels of the backward. In blocks of 64 both kinds serve, one of them where most blocks are live."""
+    """In blocks of 64 both kinds serve, one of them where most blocks are live."""
     asked = Problem.of(given.mask, scale=1.0, batch=len(given.q))
     setting = setting_of(given.q, given.k, asked, (9, 0))
     return backward_form(setting.plan, setting.block, (kind.dim, kind.v_dim or kind.dim), kind.changes)
@@ -189,7 +188,7 @@ def main(kind: str, device: str) -> None:
     try:
         with opened():
             why = fault(asked, examples)
-    except Exception as error:  # Triton, the driver and our own code may raise anything
+    except Exception as error:
         why = f"they do not run: {type(error).__name__}: {_first_line(error)}"
         if _lacks_memory(error):
             why, certain = f"there is too little memory to check them: {_first_line(error)}", False
@@ -199,7 +198,6 @@ def main(kind: str, device: str) -> None:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether the GPU or the host ran out of memory, by the errors of each library."""
     said = str(error).lower()
     return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
         words in said for words in ("out of memory", "alloc_failed")

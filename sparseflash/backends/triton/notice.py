@@ -20,7 +20,7 @@ from sparseflash.performance import PerformanceWarning
 # With fewer queries, the host's work per call takes at least as long as the kernels.
 _FEWEST_QUERIES = 1024
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (sys.modules["sparseflash"], torch))
-_said = BoundedDict(64)  # the kinds of reasons; `clear_caches` empties it
+_said = BoundedDict(64)
 _lock = threading.Lock()
 
 
@@ -58,7 +58,6 @@ def _warn(kind: str, where: str, why: str, lost: str) -> None:
 
 
 def _level() -> int:
-    """The stack level of the code that called sparseflash, counted from `_warn`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame, level = frame.f_back, level + 1

@@ -32,7 +32,7 @@ class Kernel:
         self._made = function, launch, replace, resident
         self.programs, self._block = programs, (threads, 1, 1, shared)
         self._parameters, self._values, self._names = parameters, values, names
-        self._size, self._lock = len(contents), threading.Lock()  # held until the launch has copied the parameters
+        self._size, self._lock = len(contents), threading.Lock()
         self._memory = ctypes.create_string_buffer(len(contents) + _ALIGNMENT)
         self._skipped = -ctypes.addressof(self._memory) % _ALIGNMENT
         self._start = ctypes.addressof(self._memory) + self._skipped
@@ -47,7 +47,6 @@ class Kernel:
         self._write = [(offset, *_writer(code), slot, item, inner) for offset, code, slot, item, inner in values]
 
     def bound(self, programs: int, given: tuple[Any, ...]) -> Kernel:
-        """This kernel with the number of its programs and the arguments of its first slots."""
         left = tuple([(*each[:2], each[2] - len(given), *each[3:]) for each in self._values if each[2] >= len(given)])
         contents = ctypes.string_at(self._start, self._size)
         made = Kernel(
@@ -60,7 +59,6 @@ class Kernel:
         return made
 
     def start(self, programs: int, given: Mapping[str, Any] | Sequence[Any], stream: int) -> tuple[int, int] | None:
-        """Starts this kernel alone; see `start`."""
         with self._lock:
             self._fill(self._write, given)
             status = self._launch(self._function, programs, 1, 1, *self._block, stream, self._addresses, *self._last)
@@ -98,7 +96,6 @@ def start(
 
 
 def _writer(code: str) -> tuple[Callable[..., None] | None, bool]:
-    """`(function that writes a value, or None for a descriptor; whether the value is a tensor's address)`."""
     if code == "D":
         return None, True
     return struct.Struct("=Q" if code == "P" else f"={code}").pack_into, code == "P"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is moved to a GPU
 _SHARED_BYTES = 1 << 16  # masks up to this size are compared by their contents, which takes a few microseconds
 _SHARING = ["cuda"]  # kinds of devices on which equal masks share their arrays; tests add another
-_shared = BoundedDict(64)  # masks without lengths on these devices, by their contents
+_shared = BoundedDict(64)
 
 
 @constant_if_its_mask_is
@@ -43,7 +43,7 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
     moved to a GPU share their arrays there, so a small mask that is made anew at every step is copied and planned once.
     """
     device = checked_device(device)
-    if device == torch.device("cuda"):  # the current device
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     if device == mask.device:
         return mask
@@ -55,7 +55,7 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
     contents = [x.numpy().tobytes() for x in whole._arrays() if x is not None]
 
     def make() -> BlockMask:
-        with torch.inference_mode(False):  # otherwise a later training step could not use it
+        with torch.inference_mode(False):
             return _moved(whole, device)
 
     there = once(_shared, (device, *whole._numbers(), whole.pattern.shape, *contents), make)
@@ -63,7 +63,6 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
 
 
 def _may_be_shared(mask: BlockMask, device: torch.device) -> bool:
-    """Whether a mask on the CPU is small, and its contents can be read now."""
     if mask.dynamic or torch.compiler.is_compiling() or is_faking() or is_capturing(device):
         return False
     return mask.nbytes <= _SHARED_BYTES
@@ -76,7 +75,7 @@ def _moved(mask: BlockMask, device: torch.device) -> BlockMask:
         moved.append(None)
     there = type(mask)(*mask._numbers(), *moved, dynamic=mask.dynamic)  # type: ignore[arg-type]
     if device.type == "cuda" and mask.device.type == "cpu" and mask.nbytes <= _HOST_BYTES and not mask.dynamic:
-        mask_cache(there.indices)["host"] = mask._padded(None)  # plans of small masks are made on the host
+        mask_cache(there.indices)["host"] = mask._padded(None)
     return there
 
 

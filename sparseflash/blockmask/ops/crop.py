@@ -49,7 +49,6 @@ def _bounds(name: str, given: Range | None, length: int) -> tuple[int, int]:
 
 
 def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
-    """The tiles of a range of queries, which are then counted from `start`."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     first, shift = start // mask.block_q, start % mask.block_q
     rows = torch.arange(first, -(-stop // mask.block_q), device=mask.device)
@@ -81,7 +80,6 @@ def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
 
 
 def _crop_keys(made: TileList, start: int, stop: int) -> TileList:
-    """The tiles of a range of keys, which are then counted from `start`."""
     first, shift = start // made.block_k, start % made.block_k
     new_cols = -(-(stop - start) // made.block_k)
     kept = (made.col >= first) & (made.col < -(-stop // made.block_k))
@@ -111,7 +109,6 @@ def _halves(i: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _keys_from(left: Tensor, right: Tensor, shift: int, block_k: int) -> Tensor:
-    """The words of the keys from `shift` on, of two tiles side by side: int32 `[E, block_q, W]` each."""
     if block_k < bitmask.WORD:
         return ((left | (right << block_k)) >> shift) & bitmask.full_word(block_k)
     width, words, bits = left.shape[-1], shift // bitmask.WORD, shift % bitmask.WORD

@@ -55,7 +55,6 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
 
 
 def _permutation(name: str, given: Any, length: int, device: torch.device) -> Tensor:
-    """The order as int64 `[length]` on the mask's device, checked to be a permutation."""
     try:
         order = tensor_of(given)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -124,7 +123,6 @@ class _Sources:
 
     @property
     def slots(self) -> int:
-        """The largest number of old block rows in a new one."""
         return int(self.starts.diff().max())
 
 
@@ -153,7 +151,6 @@ def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
 
 
 def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Concatenates several `(row, col, kind, words)`; in each, words are numbered from 1."""
     rows, cols, kinds, words = [], [], [], []
     count = 0
     for row, col, kind, new in parts:
@@ -166,12 +163,10 @@ def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tup
 
 
 def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields `(row, col, kind, words)` for some new block rows at a time."""
     (row_blocks, col_blocks), device = mask.blocks, mask.device
     slots, known = sources.slots, bitmask.choices(mask.bits, mask.block_k)
     dead = len(known) - 1
     for flat in _row_chunks(mask, sources):
-        # Expand to every (new block row, source block row), then to every tile of the latter.
         which, u = take_rows(sources.starts, flat % row_blocks)
         slot = u - sources.starts[flat % row_blocks][which]
         pair, entry = take_rows(mask.indptr, (flat // row_blocks * row_blocks)[which] + sources.old[u])
@@ -190,11 +185,10 @@ def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tens
 
 
 def _row_chunks(mask: BlockMask, sources: _Sources) -> Iterator[Tensor]:
-    """Yields new block rows of all patterns, in chunks that keep the temporaries small."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     counts = mask.indptr.diff().long().view(patterns, row_blocks)[:, sources.old]  # [P, pairs]
     before = torch.cat([counts.new_zeros(patterns, 1), counts.cumsum(1)], dim=1)
-    work = before[:, sources.starts[1:]] - before[:, sources.starts[:-1]]  # source tiles of each new block row
+    work = before[:, sources.starts[1:]] - before[:, sources.starts[:-1]]
     total = work.reshape(-1).cumsum(0)
     limit = max(1, min(ENTRIES_AT_ONCE, PARTS_AT_ONCE // (sources.slots + 1)))
     # A block row belongs to the chunk in which its work ends, so a chunk exceeds the limit by at most one block row.
@@ -203,7 +197,6 @@ def _row_chunks(mask: BlockMask, sources: _Sources) -> Iterator[Tensor]:
 
 
 def _words_of(parts: Tensor, sources: _Sources, known: Tensor) -> Tensor:
-    """The words of new tiles; `parts` int64 `[C, slots + 1]` holds the kind of tile in each slot, then the recipe."""
     block_q, width = known.shape[1:]
     recipe = parts[:, -1]
     line = parts.gather(1, sources.slot[recipe]) * block_q + sources.offset[recipe]  # [C, block_q]

@@ -105,7 +105,7 @@ def finish(
 
 
 class DistanceKind(Kind):
-    """A decay. Each program of dq_kernel writes a part of the slope's gradient for each of its queries."""
+    """Each program of dq_kernel writes a part of the slope's gradient for each of its queries."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"apply": apply})
@@ -180,7 +180,7 @@ def hopper_apply_masked(
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """Adds the part of a linear decay that depends on the column. The softmax adds the part of each thread of a row."""
+    """The softmax adds the part of each thread of a row."""
     slope, first, side = of_tile
     LAYOUT: gl.constexpr = s.type.layout
     lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
@@ -256,7 +256,7 @@ def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, 
 
 
 class DistanceOnHopper(HopperKind):
-    """A decay. Each item of the backward writes a part of the slope's gradient for each of its keys."""
+    """Each item of the backward writes a part of the slope's gradient for each of its keys."""
 
     learns = is_added = at_all_dims = goes_beside = reads_blocks = True
     adds = "threads"

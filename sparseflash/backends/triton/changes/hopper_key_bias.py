@@ -45,11 +45,11 @@ _BLOCK = 1024  # keys of a program of `biases_kernel`
 @triton.jit(do_not_specialize=["factor", "k_len", "width", "programs_of_row"])
 def biases_kernel(
     values_ptr, biases_ptr,  # [rows, width] contiguous; [rows, whole tiles], written: fp32, or their PIECES in bf16
-    factor,  # into the units of scores.py
+    factor,
     k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
     IN_PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The bias of every key, 0 past the last key. If IN_PIECES: [rows, PIECES, whole tiles]."""
+    """The bias of every key, 0 past the last key."""
     row, number = tl.program_id(0) // programs_of_row, tl.program_id(0) % programs_of_row
     key = number * BLOCK + tl.arange(0, BLOCK)
     start_ptr = values_ptr + tl.cast(row, tl.int64) * width
@@ -58,7 +58,7 @@ def biases_kernel(
     biases = finite_product(values.to(tl.float32), factor)
     if IN_PIECES:
         target = biases_ptr + (tl.cast(row, tl.int64) * (PIECES * size) + key)
-        is_finite = tl.abs(biases) < float("inf")  # other numbers would have pieces that are NaN
+        is_finite = tl.abs(biases) < float("inf")
         first, second, third = split(tl.where(is_finite, biases, 0.0), tl.bfloat16)
         tl.store(target, tl.where(is_finite, first, biases.to(tl.bfloat16)), mask=key < size)
         tl.store(target + size, second, mask=key < size)
@@ -155,7 +155,7 @@ def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, 
 
 
 class KeyBiasOnHopper(HopperKind):
-    """A key bias. `biases_kernel` prepares it at every call, in pieces for the forward."""
+    """`biases_kernel` prepares it at every call, in pieces for the forward."""
 
     learns = is_added = goes_beside = True
     maxima = "coarse"
@@ -169,7 +169,6 @@ class KeyBiasOnHopper(HopperKind):
         shape = (batch * heads, PIECES.value, size) if in_pieces else (batch * heads, size)
         example = torch.empty(shape, dtype=torch.bfloat16 if in_pieces else torch.float32, device="meta")
         self._biases = one_number_of(example, request.device)
-        # Rows from one batch element or query head to the next, 0 where they share a row.
         self.whole = heads if batch > 1 else 0, int(heads > 1)
         programs = -(-size // _BLOCK)
         numbers = {

@@ -207,8 +207,6 @@ def hopper_store_stored(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s,
 
 @dataclass(frozen=True)
 class _LiveTiles:
-    """The live tiles of a plan."""
-
     lists: TileLists  # over rows
     pattern: Tensor  # int32 [B, Hq] contiguous
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
@@ -263,7 +261,6 @@ class PairsOnHopper(HopperKind):
         return given.described
 
     def _learn(self) -> None:
-        """Prepares the descriptor of the gradient and the kernel that zeroes dead tiles."""
         values = self._values(self.examples)
         padded = with_padded_rows(values)
         self._q_len, k_len = values.shape[2:]
@@ -323,9 +320,7 @@ class StoredPairsOnHopper(PairsOnHopper):
         return None
 
     def memory(self, change: Any, call: HopperCall, bound: Any) -> Given:
-        """Memory for the gradients of all tiles. If there are several patterns, it is zeroed, because a head leaves the
-        tiles of other patterns unwritten.
-        """
+        """If there are several patterns, it is zeroed, because a head leaves the tiles of other patterns unwritten."""
         if self.describe_learned is None:
             return Given()
         found = torch.empty_like(change.values, memory_format=torch.contiguous_format)
@@ -340,9 +335,7 @@ class StoredPairsOnHopper(PairsOnHopper):
 
 
 def _below_one_another(values: Tensor) -> Tensor:
-    """Tiles `[B, H, tiles, block_q, block_k]`, viewed as one head. Without tiles, one tile that is never read, because
-    a descriptor needs a tensor that is not empty.
-    """
+    """Without tiles, one tile that is never read, because a descriptor needs a tensor that is not empty."""
     if values.numel() == 0:
         return values.new_empty(1, 1, *values.shape[3:])
     return values.view(1, 1, -1, values.shape[4])

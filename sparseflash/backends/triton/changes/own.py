@@ -41,7 +41,7 @@ def apply(
 ):  # fmt: skip
     """Calls the function. Keeps its derivative, and the inputs of the gradients of its tensors."""
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
-    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)  # the function may index tensors with q and k
+    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
     scores, slope, more = CHANGES.kinds[NUMBER].CHANGED(
         scores, at.batch, at.head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), args.tensors,
         args.numbers[0], CHANGES.kinds[NUMBER].HARDWARE_TANH,
@@ -113,7 +113,6 @@ class _Functions(BoundedDict):
     """The functions by their source text. `clear` also removes the texts from `linecache`; nothing else would."""
 
     def clear(self) -> None:
-        """Forgets the functions; those still in use stay valid."""
         for found in self.values():
             linecache.cache.pop(found["__name__"], None)
         super().clear()
@@ -227,7 +226,6 @@ class OwnKind(Kind):
 
 
 def _device_of(change: Function, device: torch.device) -> torch.device:
-    """The device to trace a function on: the device of its tensors, or if it has none q's (the CPU instead of meta)."""
     if change.given:
         return change.given[0].device
     return device if device.type != "meta" else torch.device("cpu")
@@ -246,7 +244,7 @@ def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         exec(compile(text, name, "exec"), found)
         for each in list(found.values()):
-            if hasattr(each, "rewrite"):  # otherwise the interpreter reads the source at the first call, maybe too late
+            if hasattr(each, "rewrite"):
                 each.rewrite()
         _made.put(text, found)
     return found

@@ -41,12 +41,12 @@ def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
 def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
     """`means_step` for the sink. The gradient of its weight is 0."""
     exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
-    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # above 0 or NaN only for a query without keys
+    exps = exp2_rounded(tl.minimum(exponent, 0.0))
     return delta - exps * inverse * estimate, weight + exps
 
 
 class SinkKind(Kind):
-    """A sink. Its gradient follows from lse and delta of each query, so no kernel writes it."""
+    """The gradient follows from lse and delta of each query, so no kernel writes it."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({})
@@ -75,7 +75,7 @@ def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximu
 
 
 class SinkOnHopper(HopperKind):
-    """A sink. Only the forward adds it: the lse that the backward reads includes it."""
+    """Only the forward adds a sink: the lse that the backward reads includes it."""
 
     learns = at_all_dims = goes_beside = True
     merging = ("sink_ptr",)

@@ -53,7 +53,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
     else:
         missing = 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
         far = tl.where(x < 0.0, missing - 1.0, 1.0 - missing)
-        square = x * x  # near 0 the difference above loses digits, so a Taylor series is used
+        square = x * x
         series = -1.4558343870513183e-03
         series = series * square + 3.5921280365724810e-03
         series = series * square - 8.8632355299021966e-03
@@ -67,7 +67,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
 
 
 class SoftcapKind(Kind):
-    """A soft cap. It has no tensors."""
+    """A soft cap."""
 
     def __init__(self, change: Any, request: Request, wanted: object) -> None:
         super().__init__({"apply": apply})
@@ -109,7 +109,7 @@ def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s, o
 
 
 class SoftcapOnHopper(HopperKind):
-    """A soft cap. It has no tensors, and scores are in units of the cap."""
+    """It has no tensors, and scores are in units of the cap."""
 
     at_all_dims = goes_beside = keeps_branch = True
 

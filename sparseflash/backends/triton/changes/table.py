@@ -237,13 +237,13 @@ def own_table(args):
 
 
 class TableKind(Kind):
-    """A relative position table. Each program of dq_kernel adds gradients to its own copy of one head's entries."""
+    """Each program of dq_kernel adds gradients to its own copy of one head's entries."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         self._has_runs, self._dtype = change.until.numel() > 0, request.dtype
         super().__init__({"begin": begin_runs, "apply": apply_runs} if self._has_runs else {"apply": apply_codes})
         self.whole = len(change.buckets), change.table.shape[1]
-        self.facts["COMPILED"] = not INTERPRETED  # inline assembly needs a compiler
+        self.facts["COMPILED"] = not INTERPRETED
         if any(wanted):
             self.rows = {"gradient": gradient_codes}
             if self._has_runs:

@@ -28,7 +28,7 @@ SHARED_MEMORY = 99 * 1024  # bytes per program on every supported GPU; the limit
 
 
 class Call:
-    """A decoding step prepared for one layout. Each call passes the tensors."""
+    """A decoding step prepared for one layout."""
 
     def __init__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
@@ -58,7 +58,7 @@ class Call:
         ):
             check_count(what, *factors, remedy="Split the batch, or pass fewer of them.")
         self.out, self.lse = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len)
-        self.workspace = parts * (padded_v + 2)  # numbers of fp32
+        self.workspace = parts * (padded_v + 2)
         self.programs = batch * heads * row_tiles * splits, batch * q_heads * q_len
 
         keep = q.dtype == torch.float32
@@ -88,7 +88,6 @@ class Call:
             tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
             stages, q.device,
         )  # fmt: skip
-        # Modified scores are scaled before, and so natural.
         qk_scale, in_softmax = (LOG2E.value, 1.0) if is_changed else (scale * LOG2E.value, scale)
         sizes = (
             _stride(of.lengths, "lengths"), 0 if of.starts is None else _stride(of.starts, "starts"),
@@ -153,23 +152,19 @@ def fitting(block_m: int, block_n: int, dim: int, v_dim: int, size: int) -> tupl
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _stride(x: Tensor, name: str) -> int:
-    """The stride between the batch elements of `x`, `[B]`."""
     stride = x.stride(0) if len(x) > 1 else 0
     check_count(f"the stride of {name}", stride, remedy="Call .contiguous().")
     return stride
 
 
 def _kind(stride: int) -> tuple[bool, bool, bool]:
-    """The properties of a stride that Triton specialises on."""
     return stride % 16 == 0, stride == 1, stride >= 2**31
 
 
-# The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=128)
 def _kernels(
     shape: Shape, splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],

@@ -1,8 +1,4 @@
-"""The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient.
-
-All loops of all kernels use these, in base 2 with fp32 accumulation. `live` marks the live scores; it is None, and
-costs nothing, if all are.
-"""
+"""The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient."""
 
 import triton
 import triton.language as tl
@@ -75,7 +71,7 @@ def recomputed_weights(
     """The weights of a tile in the backward: `(exponentials, weights)`, which are equal unless KEEP.
 
     If KEEP, `lse2` is the maximum of the raw scores and `inverse` the inverse sum of exponentials; otherwise `lse2` is
-    the lse in base 2. Each has one number per query and broadcasts with `scores`.
+    the lse in base 2.
     """
     if CHANGED and not KEEP:
         # Weights are at most 1, but the difference of two very low numbers has a large rounding error. lse2 is never

@@ -110,8 +110,8 @@ COARSE = gl.constexpr(configs.COARSE)
 
 @gluon.jit
 def next_item(counter_ptr, items, streams):
-    """The number of an item that no other stream has. The stream that draws the last number resets the counter for the
-    next launch: each stream draws once for every item that it runs, so `items` numbers are drawn.
+    """The stream that draws the last number resets the counter for the next launch: each stream draws once for every
+    item that it runs, so `items` numbers are drawn.
     """
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
     if drawn == items - 1:
@@ -221,7 +221,7 @@ def loader(
             )
             if first > start:
                 start, block, tile = first, gl.load(index_ptr + first), gl.load(tile_ptr + first)
-        if SPLIT > 1:  # from here on in steps
+        if SPLIT > 1:
             # A row without tiles has one dead tile, which needs only its first step.
             count = gl.where(tile < 0, 1, count * SPLIT)
             start, full, block = start * SPLIT, full * SPLIT, block * SPLIT
@@ -249,7 +249,7 @@ def loader(
         record_s.index(turn % RECORDS).store(record)
         for c in gl.static_range(GROUPS):
             bar = q_full.index(slot * GROUPS + c)
-            mbarrier.arrive(bar, count=1)  # for the record
+            mbarrier.arrive(bar, count=1)
             if is_item:
                 mbarrier.expect(bar, Q_BYTES)
                 async_load(q_desc, [batch, head, first_q + c * ROWS, 0], bar, q_s.index(slot * GROUPS + c))
@@ -447,7 +447,7 @@ def send(
     """Writes channels from FIRST on, and the rest from DV on if DV_REST is not 0, through this warpgroup's buffers."""
     o_desc, o_rest_desc = out_descs
     o_s, o_rest_s = out_s
-    tma.store_wait(0)  # until the last tile has been read
+    tma.store_wait(0)
     o_s.index(C).store(out.to(o_s.dtype))
     if DV_REST > 0:
         o_rest_s.index(C).store(rest.to(o_s.dtype))
@@ -765,7 +765,7 @@ def consumer(
                 HAS_LENGTHS and CHANGES.MAY_BE_NAN, HAS_PARTS,
             )  # fmt: skip
     if IN_TURNS and C == 0:
-        at_turn_of(0, "sync")  # the other warpgroup's last arrival
+        at_turn_of(0, "sync")
     tma.store_wait(0)
 
 
@@ -794,7 +794,7 @@ def buffers(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for c in gl.static_range(Q_BUFFERS * GROUPS):
-        mbarrier.init(q_full.index(c), count=2)  # the record, the queries
+        mbarrier.init(q_full.index(c), count=2)
         mbarrier.init(q_empty.index(c), count=1 if Q_BUFFERS == 2 else 128)
     for c in gl.static_range(STAGES):
         mbarrier.init(k_full.index(c), count=1)
@@ -808,7 +808,7 @@ def buffers(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", *WHOLE_NUMBERS,
     ],
-    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
@@ -855,7 +855,6 @@ def forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc)
     loads = (descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, changes)
     reads = (lists, words_ptr, (o_desc, o_rest_desc), lse_ptr, parts_ptr, qk_scale, q_len, k_len - q_len, changes)
-    # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc
     if D_REST > 0:
         q_rest_s, k_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST), tiles_of(dtype, STAGES, BLOCK_N, D_REST)

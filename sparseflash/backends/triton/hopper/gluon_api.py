@@ -17,11 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# Triton 3.9 has renamed both.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# Triton 3.6 has it under another name.
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
 if hasattr(tma, "async_atomic_add"):
@@ -44,7 +42,6 @@ def accumulator(products, _semantic=None):
 
 
 def _tensor_type(products: Any) -> Any:
-    """Products in flight have a type of their own until `accumulator` hides it."""
     return getattr(products.type, "tensor_type", products.type)
 
 
@@ -55,7 +52,7 @@ def local_mma_wait(products, pending, _semantic=None):
     `warpgroup_mma_wait` also makes the warpgroups of a partition wait for one another (Triton 3.7 and later).
     """
     kind = _tensor_type(products)
-    count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))  # of a thread
+    count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))
     in_place = ["=f"] * count + [str(i) for i in range(count)]
     return inline_asm_elementwise(
         f"wgmma.wait_group.sync.aligned {getattr(pending, 'value', pending)};", ",".join(in_place),

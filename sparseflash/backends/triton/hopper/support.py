@@ -102,18 +102,15 @@ def refuses(request: Request) -> str | None:
 
 
 def _takes(dims: tuple[int, int]) -> bool:
-    """Whether the kernels have tiles for D and Dv, which the copy engine can read."""
     return all(dim % 8 == 0 and dim <= WIDEST for dim in dims)
 
 
 def _named(kinds: Iterable[str], *, logarithmic: bool | None = None) -> str:
-    """Kinds of score modifications by the names of the functions of `sparseflash.scores` that make them."""
     decay = {None: "alibi, log_decay", False: "alibi", True: "log_decay"}[logarithmic]
     return ", ".join(decay if kind == "distance" else kind for kind in kinds)
 
 
 def _refuses_pairs(request: Request) -> str | None:
-    """Why the kernels cannot serve the bias of pairs of a request; None if they can."""
     pairs = request.pairs
     if pairs is None:
         return None
@@ -188,7 +185,6 @@ def yields(request: Request) -> str | None:
 
 
 def _not_measured(request: Request) -> str | None:
-    """What has been measured at common head dims alone, if a request has it."""
     if request.dynamic:
         return "with a mask that is made at every step"
     if min(request.block) < min(BLOCK):
@@ -199,7 +195,6 @@ def _not_measured(request: Request) -> str | None:
 
 
 def _takes_few_queries(request: Request) -> bool:
-    """Whether these kernels are chosen for few queries of many keys."""
     q_len = request.tokens[0]
     if request.dynamic:
         return False
@@ -208,7 +203,6 @@ def _takes_few_queries(request: Request) -> bool:
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:
-    """The smallest tiles of the backward for a request."""
     return SMALL if may_be_small(request.block, request.dims, request.changes) else BLOCK
 
 

@@ -15,7 +15,6 @@ from sparseflash.backends.triton.launcher import Describe, Launch, Variant
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout
 
-# Examples of arguments that only some launches have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
 SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
 SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")
@@ -57,14 +56,11 @@ def launch_of(
 
 
 def _dtypes(x: tuple[Any, ...]) -> Any:
-    """The dtypes of a tuple of tensors, or of tuples of them; None for other values."""
     return tuple([_dtypes(y) if isinstance(y, tuple) else getattr(y, "dtype", None) for y in x])
 
 
 def _specialised(x: tuple[Any, ...]) -> list[Any]:
-    """The key of numbers in tuples, as their lengths and the numbers. Triton may specialise on integers, such as
-    strides, but not on floats.
-    """
+    """Triton may specialise on integers, such as strides, but not on floats."""
     found: list[Any] = []
     left: list[Any] = [x]
     while left:
@@ -99,4 +95,4 @@ def empty_like(x: Tensor) -> Tensor:
     """A tensor with the layout of `torch.empty_like(x)`, on the meta device."""
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return like(x)
-    return torch.empty_like(like(x))  # imports sympy, which takes 0.3 seconds or more
+    return torch.empty_like(like(x))

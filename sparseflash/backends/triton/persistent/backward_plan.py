@@ -17,8 +17,7 @@ item, has one chain a tile, and walks all columns in the first order.
 The kernel cannot deadlock as long as times increase along every program (`backward.py`); how long additions wait
 depends on how realistic the times are.
 
-On a GPU `fused_plan.py` makes the same plan with kernels. This module, in PyTorch, is their reference, and plans on a
-CPU and for more items or programs than the kernels can count.
+On a GPU `fused_plan.py` makes the same plan with kernels.
 
 The order of additions, and so the last bits of dq, depends on the mask and the numbers of programs and heads alone.
 """
@@ -87,7 +86,6 @@ class Entry(NamedTuple):
 # Kernels index the numbers of all entries with 32 bits.
 MOST_ENTRIES_LISTED = COUNT // len(Entry._fields) - 1
 
-# Indices of these numbers, for kernels.
 ITEM = tl.constexpr(len(BackwardItem._fields))
 ITEM_NUMBER = place(BackwardItem, "number")
 ITEM_FIRST_KEY = place(BackwardItem, "first_key")
@@ -121,7 +119,6 @@ class BackwardPlan:
 
     @property
     def programs(self) -> int:
-        """How many programs run, all at the same time."""
         return len(self.start) - 1
 
 
@@ -137,12 +134,12 @@ def backward_plan(
     group = heads // kv_heads
     rows, columns = -(-q_len // lists.tiling.streamed), -(-k_len // lists.tiling.held)
     column = torch.arange(columns, device=device)
-    list_of = (pattern.long().view(-1, 1, group) * columns + column.unsqueeze(1)).view(-1, group)  # of every item
+    list_of = (pattern.long().view(-1, 1, group) * columns + column.unsqueeze(1)).view(-1, group)
     counts, index = lists.count.long(), lists.index.long()
     walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
     parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs, cuts.RULE if may_wait else cuts.NEVER)
     items = _dealt(parts.size.sum(1).cpu().numpy(), programs)
-    if not may_wait:  # all programs, some perhaps without an item
+    if not may_wait:
         items = items._replace(start=np.pad(items.start, (0, programs + 1 - len(items.start)), mode="edge"))
     arrays = [torch.from_numpy(x).int() for x in items]
     *of_items, start = to_device(arrays, device)
@@ -151,7 +148,7 @@ def backward_plan(
     total = int(items.size.sum())
 
     item, place = _expanded(size, total)
-    time, program = time[item] + place, program[item]  # of every entry
+    time, program = time[item] + place, program[item]
     of_list, place = _expanded(lengths.view(-1).long(), total)
     kv_head = number[of_list // group] // columns
     head = kv_head // kv_heads * heads + kv_head % kv_heads * group + of_list % group
@@ -177,7 +174,7 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
     Synchronises with the device only if the sizes allow more.
     """
     tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
-    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # equal rows share a list
+    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)
     if pattern.numel() * most <= MOST_ENTRIES_LISTED:
         return
     columns = -(-k_len // lists.tiling.held)
@@ -190,10 +187,6 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
 
 
 class _Items(NamedTuple):
-    """Items, sorted by program: the number, size, first entry, program and start time of each; and the first item of
-    every program, [programs + 1].
-    """
-
     sequence: Ints
     size: Ints
     first: Ints
@@ -207,7 +200,6 @@ class _Items(NamedTuple):
 
 
 def _dealt(sizes: Ints, programs: int) -> _Items:
-    """Assigns items of these `sizes`, in entries, to programs."""
     program, order = assigned(sizes, programs)
     sequence = order[np.argsort(program[order], kind="stable")]
     program, sizes = program[sequence], sizes[sequence]
@@ -228,7 +220,7 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     ([2, 0, 5, 3, 1, 4], [10, 9])
     """
     order = start_order(torch.from_numpy(sizes), programs, least=LEAST).numpy()
-    cost = sizes + 1  # starting an item takes about as long as an entry
+    cost = sizes + 1
     near = float(cost.mean()) / 2
     load, program = np.zeros(min(programs, len(sizes))), np.empty(len(sizes), dtype=np.int64)
     at = 0
@@ -263,7 +255,7 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
     in_band = shift % band
     in_strides = shift - in_band + in_band * stride_of(band) % band
     keys = torch.stack([in_strides, shift, row ^ column, rows - 1 - row])
-    most = 2 * max(rows, columns)  # larger than any key
+    most = 2 * max(rows, columns)
     return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
 
 
@@ -330,6 +322,5 @@ def bits_by_key(lists: TileLists) -> Tensor:
 
 
 def _expanded(count: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """The number of the list and the place in it, for every entry of lists of these lengths. total: of all lengths."""
     of_list = torch.repeat_interleave(count, output_size=total)
     return of_list, torch.arange(len(of_list), device=count.device) - (count.cumsum(0) - count)[of_list]

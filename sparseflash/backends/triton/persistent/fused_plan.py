@@ -1,9 +1,8 @@
 """Makes the plan of the backward on a GPU with kernels: equal to `backward_plan.backward_plan`, number for number.
 
 Written with PyTorch, a plan takes 215 operations, which the host launches one by one, three of them sorts of entries,
-and a loop on the host. Here it takes nine kernels, a sort of the items and two small PyTorch operations. The host waits
-once, for the numbers of entries and chains and for the end of the timeline. For a dynamic mask it does not wait, and
-launches seven kernels, the sort and one operation.
+and a loop on the host. The host waits once, for the numbers of entries and chains and for the end of the timeline. For
+a dynamic mask it does not wait, and launches seven kernels, the sort and one operation.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def _planned(
     kernels: _Kernels, device: torch.device, lists: TileLists, counted: Tensor, pattern: Tensor, kv_heads: int,
     q_len: int, k_len: int, programs: int, lanes: int, may_wait: bool,
 ) -> BackwardPlan:  # fmt: skip
-    """The plan. device: the meta device in a rehearsal, where the numbers that the host would wait for are made up."""
     batch, query_heads = pattern.shape
     keys, queries, _ = lists.tiling
     rows, columns = -(-q_len // queries), -(-k_len // keys)
@@ -102,7 +100,6 @@ def _planned(
     band = reference.band_of(rows)
     place += (rows, band, reference.stride_of(band), room)
     if may_wait:
-        # The only time that the host waits.
         parts, parts_cut, cut, entries, chains, span = [1] * 6 if total.is_meta else total.tolist()
         programs = min(programs, parts)
         cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)

@@ -1,8 +1,6 @@
 """The work plan of the Hopper forward: its items, the cuts of long rows, and the order in which items are taken.
 
-Programs draw items from one list, so the clock decides which program runs an item. No result depends on it: an item is
-computed in the order of its own list, and only a row and the other rows of its pattern decide how the row is cut. The
-same call gives the same bits, and a row has the same bits whatever the batch and the other heads are.
+Programs draw items from one list, so the clock decides which program runs an item.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ RULE = Rule()
 
 
 class ForwardItem(NamedTuple):
-    """The numbers of an item, in the order in which they are stored.
-
-    The first entry of the list is repeated here, to avoid two dependent loads.
-    """
+    """The first entry of the list is repeated here, to avoid two dependent loads."""
 
     number: Any  # of batch, head and tile of queries
     start: Any  # of its list, like the next two: see `TileLists`
@@ -56,7 +51,6 @@ class ForwardItem(NamedTuple):
     unused: Any  # pads an item to 32 bytes
 
 
-# Indices of these numbers, for the kernel.
 ITEM = tl.constexpr(len(ForwardItem._fields))
 ITEM_NUMBER = place(ForwardItem, "number")
 ITEM_START = place(ForwardItem, "start")
@@ -73,8 +67,6 @@ def forward_plan(
     may_cut: bool = True,
 ) -> Worklist:  # fmt: skip
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
-
-    A row without tiles has one dead tile, number -1.
 
     programs: how many run at a time; only the order depends on it. may_wait: False for a dynamic mask. Then no row is
     cut, and the order is the portable kernels'; on a GPU `dynamic_plan.py` makes the same plan with kernels. Otherwise
@@ -98,7 +90,7 @@ def forward_plan(
             items, merged = cut_items(items, cuts)
             parts = cuts.parts
     index, tile = lists.index, lists.tile
-    if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
+    if len(index) < 2:
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
     lengths = items.size.view(-1)
     order = start_order(lengths.clamp(min=1), programs) if may_wait else worklists.start_order(lengths)
@@ -106,7 +98,6 @@ def forward_plan(
 
 
 def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
-    """The number of chunks of each row: int64. count: each `rows` numbers are one pattern."""
     tiles = count.view(-1, rows).long()
     is_few = columns > RULE.few * rows
     is_far = tiles * rows > RULE.far * tiles.sum(1, keepdim=True)
@@ -116,7 +107,6 @@ def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _work(items: Items, index: Tensor, tile: Tensor) -> Tensor:
-    """int32 [W, ITEM], in the order of the items."""
     number, start, full, count, part = (x.view(-1) for x in items)
     is_empty = count == 0
     start = torch.where(is_empty, 0, start)

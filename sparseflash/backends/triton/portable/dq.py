@@ -34,7 +34,6 @@ from sparseflash.backends.triton.schedule.work_item import ITEM
         "row_tiles", "row_stride",
         *WHOLE_NUMBERS,
     ],
-    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dq_kernel(
@@ -46,7 +45,7 @@ def dq_kernel(
     own_rows, inverse_ptr,
     dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
     own_inverse_ptr,  # [B, Hq, row_stride], written if DELTA
-    work_ptr,  # as in the forward
+    work_ptr,
     parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
     index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
@@ -143,7 +142,7 @@ def dq_kernel(
                 SHAPE, CHANGES, False,
             )  # fmt: skip
 
-    if at_end + partial > 0:  # as in the forward
+    if at_end + partial > 0:
         next_block, next_tile = partial_block, partial_number
         if SHAPE.HAS_LENGTHS:
             if at_end > 0:

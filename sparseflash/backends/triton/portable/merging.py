@@ -1,4 +1,4 @@
-"""Launches of the kernels that merge the partial results of chunks; see `combine.py`."""
+"""Launches of the kernels that merge the partial results of chunks (`combine.py`); None where no item is cut."""
 
 from __future__ import annotations
 
@@ -28,9 +28,6 @@ class Combine:
         constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
         names: Mapping[str, str],
     ) -> None:  # fmt: skip
-        """numbers_a_token: fp32 numbers of a partial result per token. tokens: tokens per program. names: arguments
-        that the main kernel has under another name, as `{name here: name there}`.
-        """
         if of.work.merged is None:
             raise RuntimeError("there are no chunks to merge")
         self._names = names
@@ -39,21 +36,16 @@ class Combine:
         self.launch = bind_merge(unbound, of.work.merged, of.tile, tokens)
 
     def __call__(self, given: Mapping[str, Any]) -> None:
-        """Launches the kernel. given: the arguments of the main kernel, including the workspace."""
         self.launch({**given, **{name: given[theirs] for name, theirs in self._names.items()}})
 
     def workspace(self) -> Tensor:
-        """Uninitialised memory for the partial results."""
         return torch.empty(self._shape, dtype=torch.float32, device=self._device)
 
 
 def combine_rows(
     of: Bound, layout: KernelLayout, written: Mapping[str, Tensor], sink: Mapping[str, Tensor]
 ) -> Combine | None:
-    """Merges out and lse, and in fp32 the maximum and the inverse sum, into `written`.
-
-    Like the functions below, returns None if no item is cut into chunks.
-    """
+    """Merges out and lse, and in fp32 the maximum and the inverse sum, into `written`."""
     if of.work.merged is None:
         return None
     numbers, padded_v = layout.numbers, of.choice.padded[1]

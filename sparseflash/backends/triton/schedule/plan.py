@@ -60,21 +60,19 @@ class MaskLists:
         self._made: list[TileLists | None] = [None, None]
         self.retiling = retiling  # None if the mask must be run in its own tiles
         self.patterns, self.tokens = patterns, tokens
-        self.may_wait = may_wait  # whether the host may synchronise to read the lengths of the lists
+        self.may_wait = may_wait
         self.reusable = reusable  # False for a dynamic mask
         self.device = device
         self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are on the host
         self.fused = fused
 
     def own(self, axis: int) -> TileLists:
-        """The lists in the tiles of the mask."""
         made = self._made[axis]
         if made is None:
             made = self._made[axis] = self._make(axis)
         return made
 
     def get(self, axis: int, tiling: Tiling | None) -> TileLists:
-        """The lists of a tiling. tiling: None for the tiles of the mask."""
         own = self.own(axis)
         if tiling is None or tiling == own.tiling:
             return own
@@ -103,7 +101,7 @@ class Plan:
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
         """The best tiling for a kernel over `axis` (0: rows, 1: columns), given the tiles that it prefers.
 
-        None for the tiles of the mask. Counting tiles synchronises with the device, once per mask.
+        None for the tiles of the mask.
         """
         retiling = self.lists.retiling
         return None if retiling is None else retiling.tiling(axis, whole, gathered, cost, warps)
@@ -190,7 +188,6 @@ def plan_of(problem: Problem, q_heads: tuple[int, int], kv_heads: int, tokens: t
 
 
 def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> MaskLists:
-    """The lists of a mask, on the host if the mask came from the host."""
     device = problem.indices.device  # type: ignore[union-attr]
     host = cache.get("host")
     source = problem if host is None else Problem.of(host, scale=problem.scale)
@@ -260,7 +257,6 @@ def dense_plan(
 
 
 def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
-    """The lists of a dense mask: one for the last row, where the length may cut all tiles, and one for all others."""
     index = torch.arange(cols, dtype=torch.int32, device="cpu")
     tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col
@@ -277,7 +273,6 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tens
 
 
 def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
-    """The work items for `pattern [B, H, group]`, ordered by number: W = B * H * T."""
     group, device = pattern.shape[-1], pattern.device
     count_tiles = -(-length // tile)
     block = lists.tiling.held
@@ -292,7 +287,6 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
 
 
 def _in_start_order(items: Items, lists: TileLists) -> Tensor:
-    """The items as the kernels read them: int32 `[W, group, ITEM]`, in the order in which programs start."""
     start, masked = items.start.view(-1), (items.start + items.full).view(-1)
     index = lists.index.view(len(lists.tile), -1)[:, 0]  # kernels do not read this block for gathered tiles
     work = WorkItem(

@@ -15,7 +15,7 @@ STEPS = ((64, 3), (64, 2), (32, 2), (16, 2), (16, 1))
 
 @dataclass(frozen=True)
 class Shape:
-    """A compile-time argument. Triton identifies it by its text, in which a dataclass has all its fields."""
+    """Triton identifies it by its text, in which a dataclass has all its fields."""
 
     LOW: int  # columns of queries and keys in the first piece, and in the second
     HIGH: int
@@ -59,11 +59,7 @@ def shape_of(
     dim: int, v_dim: int, group: int, *, size: int, keep: bool, precision: str, shared: bool, backward: bool,
     far: bool, memory: int, scores: bool = False,
 ) -> tuple[Shape, int, int]:  # fmt: skip
-    """`(shape, warps, stages)`.
-
-    size: bytes a number; shared: values are the first columns of keys; memory: bytes of shared memory of a program.
-    scores: the kernel writes scores, in fp32, which pass through shared memory.
-    """
+    """`(shape, warps, stages)`."""
     low, high = pieces(dim)
     padded_v = power(v_dim)
     rows, block_n, stages = _fitting(
