@@ -83,11 +83,11 @@ def antidiagonal_scores(
     at_once = in_block * max(1, _AT_ONCE // (batch * heads * len(first_k) * in_block))
     parts = (queries.split(at_once, 2), last_q.split(at_once), no_query.split(at_once, -2))
     for some, last, none in zip(*parts, strict=True):
-        grouped = some.reshape(batch, kv_heads, -1, stride * dim)  # the query heads of a group, one after another
+        grouped = some.reshape(batch, kv_heads, -1, stride * dim)
         with torch.autocast(q.device.type, enabled=False):
             s = (grouped @ keys.mT).to(dtype).view(batch, heads, len(last), -1) * factor
         dead = no_key | (first_k > last[:, None]) if causal else no_key
-        p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)  # NaN where the group sees nothing
+        p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)
         p = p.masked_fill_(none, 0.0).unflatten(3, (-1, block_k // stride)).sum(4)
         count = (~none).unflatten(-2, (-1, in_block)).sum(-2).clamp(min=1)  # groups in a block: [.., blocks, 1]
         found.append(p.unflatten(2, (-1, in_block)).sum(3) / count)
@@ -95,7 +95,6 @@ def antidiagonal_scores(
 
 
 def _groups(x: Tensor, block: int, stride: int, lengths: Tensor | None) -> Tensor:
-    """Tokens in groups, `[B, H, N, D]` to `[B, H, G, stride, D]`, padded with 0 to whole blocks."""
     if lengths is not None:
         past = torch.arange(x.shape[2], device=x.device) >= lengths.view(-1, 1)
         x = x.masked_fill(past[:, None, :, None], 0.0)

@@ -66,7 +66,6 @@ def bigbird(
     draw = generator(seed)
     i = np.arange(blocks)
     inner = i[1:-1]
-    # Inner rows may draw the blocks from `first` on, without the window: the same number for every row.
     first = np.where(inner == blocks - 2, 2, 1)
     window = np.maximum(inner - 1, first)
     wide = np.where((inner == 1) | (inner == blocks - 2), 2, 3)
@@ -149,7 +148,6 @@ def deepspeed_bigbird(
 def _with_window_and_global(
     blocks: int, rows: Integers, cols: Integers, reach: int, ends: tuple[Integers, ...]
 ) -> tuple[Integers, Integers]:
-    """The given tiles, the tiles of a window, and the rows and columns in `ends`; some of them more than once."""
     i = np.arange(blocks)
     all_rows, all_cols = [rows], [cols]
     for step in range(-reach, reach + 1):

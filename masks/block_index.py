@@ -64,7 +64,7 @@ def mask_of_queries(
     (batch, heads, q_len, choices), device = index.shape, index.device
     cols = -(-k_len // block_k)
     col, first = _sorted_once(index, None, cols)
-    kind = torch.zeros_like(col)  # t > 0: the first t keys of a block are live
+    kind = torch.zeros_like(col)
     if causal and stop is None:
         stop = torch.arange(k_len - q_len, k_len, device=device) + 1
     if stop is not None:
@@ -75,7 +75,7 @@ def mask_of_queries(
         kind = torch.where(col == cols - 1, k_len % block_k, 0)
     room = batch * heads * q_len * min(choices, cols)
     words = _first_keys(block_k, rows, device)
-    if torch.compiler.is_compiling():  # Dynamo cannot guard the sizes of a kept tensor on q's
+    if torch.compiler.is_compiling():
         pattern = torch.arange(batch * heads, dtype=torch.int32, device=device).view(batch, heads)
     else:
         pattern = pattern_of(batch, heads, 1, device)
@@ -87,7 +87,6 @@ def mask_of_queries(
 
 @bounded_tensors(maxsize=32)
 def _first_keys(block_k: int, rows: int, device: torch.device) -> Tensor:
-    """The words of tiles with the first 1, 2, ... keys live: int32 `[block_k - 1, rows, words]`."""
     words = torch.from_numpy(bitmask.below(np.arange(1, block_k), block_k))
     return words.unsqueeze(1).expand(-1, rows, -1).contiguous().to(device, non_blocking=True)
 
@@ -96,10 +95,6 @@ _first_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays `(indptr, indices, tile)` of the mask, with room for `room` tiles.
-
-    Takes time and memory in proportion to the lists, not to all tiles.
-    """
     col, first = _sorted_once(index, counts, -(-of.k_len // of.block[1]))
     at = (col - of.last_whole).clamp(0, of.kinds.shape[1] - 1)
     kind = of.kinds.expand(*col.shape[:2], -1, -1).gather(3, at)
@@ -107,8 +102,7 @@ def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tup
 
 
 def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tensor, Tensor]:
-    """The lists in ascending order, int64, and where a block occurs in them for the first time."""
-    col = index.to(torch.int64)  # a narrow type may be too small for the bounds
+    col = index.to(torch.int64)
     none = (col < 0) | (col >= cols)
     if counts is not None:
         none |= torch.arange(index.shape[3], device=index.device) >= counts.unsqueeze(-1)
@@ -118,12 +112,10 @@ def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tenso
 
 
 def _compacted(kept: Tensor, col: Tensor, kind: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`(indptr, indices, tile)` of the entries of lists `[B, H, rows, K]` that are kept."""
     choices, device = kept.shape[3], kept.device
     check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, choices)[:, -1], (1, 0)).to(torch.int32)
-    # Entries that are not kept go to one place past the room.
     at = torch.where(kept.reshape(-1), running - 1, room)
 
     def listed(values: Tensor) -> Tensor:

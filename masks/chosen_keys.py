@@ -141,11 +141,10 @@ def _span(span: int, k_len: int) -> int:
     span = at_least(1, span, "span", "keys")
     if span & (span - 1):
         raise ValueError(f"span must be a power of two; got {span}.")
-    return min(span, 1 << (k_len - 1).bit_length())  # one run of all keys
+    return min(span, 1 << (k_len - 1).bit_length())
 
 
 def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: int, *, distinct: bool) -> BlockMask:
-    """The mask of `indices [B, H, Nq, K]`; `distinct` promises that a query names no key twice."""
     group = head_count(group, "group", "query heads")
     batch, heads, _, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
@@ -194,14 +193,13 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
     batch, heads, q_len, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     runs, runs_in_tile = -(-of.k_len // span), block_k // span
-    # One column before and one after for indices of no key.
     last = cols * runs_in_tile
-    column = indices.to(torch.int64)  # a narrow type may be too small for the bounds
+    column = indices.to(torch.int64)
     column = column.masked_fill(column >= runs, last).clamp_(min=-1) + 1
     table = torch.zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool, device=indices.device)
     table[:, :, :q_len].scatter_(-1, column, True)
     live = table[..., 1:-1]
-    if of.causal:  # a run that has begun has a live key; one that has not begun has none
+    if of.causal:
         last_key = torch.arange(of.k_len - q_len, of.k_len - q_len + rows * block_q, device=indices.device)
         live = live & (torch.arange(0, cols * block_k, span, device=indices.device) <= last_key[:, None])
     live = live.unflatten(3, (cols, runs_in_tile)).unflatten(2, (rows, block_q))  # [B, H, Mq, block_q, Mk, ...]
@@ -216,17 +214,14 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
 
 
 def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
-    """The mask of the found tiles, with these bits. Where neighbouring queries agree a tile is full, and kernels do not
-    read its bits.
-    """
+    """Where neighbouring queries agree a tile is full, and kernels do not read its bits."""
     full = (bits == bitmask.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
     return dynamic_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:
-    """The indices of each query in ascending order, with -1 in place of repetitions."""
-    if not indices.dtype.is_signed:  # it has no -1
+    if not indices.dtype.is_signed:
         indices = indices.to(torch.int64)
     indices = indices.sort(-1).values
     again = torch.nn.functional.pad(indices[..., 1:] == indices[..., :-1], (1, 0))
@@ -260,11 +255,9 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
         word = (start // in_word).unsqueeze(-1) + step  # [B, H, some, K, words_in_run], of the row of all keys
         value = value.unsqueeze(-1).expand(word.shape)
         col = word // width
-        # The last run may go past the last tile.
         value = value.masked_fill(col >= cols, 0)
         place = (q // block_q).unsqueeze(-1) * cols + col.clamp_(max=cols - 1)
         word = (q % block_q).unsqueeze(-1) * width + word % width
-        # Only keys that the frame allows are live: none past the ends or the diagonal.
         value = value & kinds[of.kind[place].long() * (block_q * width) + word]
         value = value.masked_fill_(~of.open.view(-1)[place], 0)
         tile = pattern.unsqueeze(-1) * (rows * cols) + place

@@ -57,7 +57,7 @@ def pooled_scores(
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         q_mean, k_mean = means_of_blocks(q, block_q, lengths), means_of_blocks(k, block_k, lengths)
-        q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another
+        q_mean = q_mean.reshape(batch, kv_heads, -1, dim)
         scores = (q_mean * checked_factor(scale, dim)) @ k_mean.transpose(-1, -2)
     scores = scores.view(batch, heads, -1, k_mean.shape[2])
     if lengths is not None:
@@ -82,6 +82,5 @@ def means_of_blocks(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
     x = x.masked_fill((tokens >= lengths.view(-1, 1))[:, None, :, None], 0.0)
     x = torch.nn.functional.pad(x, (0, 0, 0, -length % block)).unflatten(2, (-1, block)).sum(3, dtype=dtype)
     starts = torch.arange(x.shape[2], device=x.device) * block
-    # The end of x cuts the last block, as a sequence's length does.
     count = (lengths.clamp(max=length).view(-1, 1) - starts).clamp(1, block)
     return x / count[:, None, :, None]

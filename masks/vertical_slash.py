@@ -94,7 +94,6 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     column = i * col_blocks + marked[at]
     crossed = tiles_at(offsets, q_len, block_q, block_k)
     slashed = crossed[0] * col_blocks + crossed[1]
-    # Both lists are in ascending order, so they can be merged without sorting.
     place = torch.searchsorted(slashed, column)
     alone = torch.cat([slashed, slashed.new_full((1,), -1)])[place] != column
     has_slash = torch.ones(len(slashed) + int(alone.sum()), dtype=torch.bool, device="cpu")
@@ -108,7 +107,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     # by one.
     corners, which = distinct(corner[has_slash])
     of_corner = words_at(offsets, corners, block_q, block_k)
-    slash = torch.full_like(key, len(corners))  # index into `slashed_words`, whose last entry is empty
+    slash = torch.full_like(key, len(corners))
     slash[has_slash] = which
     below_diagonal = corner >= block_k - 1
     kind = torch.where(has_slash, slash, torch.searchsorted(marked, j) + len(corners)) + 1

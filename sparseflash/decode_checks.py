@@ -46,7 +46,7 @@ def checked_cache(
     pages: Any, page: Any, mask: Any,
 ) -> Cached:  # fmt: skip
     """Which keys of the cache are live; raises TypeError or ValueError unless the arguments fit together."""
-    dense_tensor(q, "q")  # the others are compared with it
+    dense_tensor(q, "q")
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
         check_tensors(q, k_cache, v_cache)
@@ -152,8 +152,7 @@ def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _once(pages: Tensor) -> Tensor:
-    """The chosen pages, each once, and -1 in place of repetitions."""
-    if pages.dtype != torch.int32:  # int64 would name other pages in 32 bits
+    if pages.dtype != torch.int32:
         pages = pages.long()
     pages = pages.sort(dim=-1, descending=True).values
     again = torch.nn.functional.pad(pages[..., 1:] == pages[..., :-1], (1, 0))

@@ -1,4 +1,4 @@
-"""The largest strides and counts that the kernels take. All other modules use these limits.
+"""The largest strides and counts that the kernels take.
 
 Kernels compute the start of a tile in 64 bits, and the offsets inside a tile in 32 bits, because 64-bit offsets for a
 whole tile need more registers than a thread has. Tiles, work items and tokens are counted in 32 bits.
@@ -49,7 +49,7 @@ def check_count(what: str, *factors: int, remedy: str) -> None:
     >>> check_count("batch x heads x tiles", 2, 8, 128, remedy="Split the batch.")
     """
     count = 1
-    for factor in factors:  # not math.prod, which torch.compile cannot trace for sizes that vary
+    for factor in factors:
         count *= factor
     if count >= COUNT:
         raise ValueError(f"{what} must be below 2^31; got {' x '.join(map(str, factors))}. {remedy}")

@@ -45,7 +45,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     outs, lses = _checked(outs, lses)
     shape = outs[0].shape
-    if len(shape) != 4:  # the kernels count batch elements, heads and tokens
+    if len(shape) != 4:
         at = (1,) * (4 - len(shape))
         outs = [out.reshape(*at, *shape) if at else out.flatten(0, -4) for out in outs]
         lses = [lse.reshape(outs[0].shape[:3]) for lse in lses]
@@ -114,9 +114,8 @@ class _WithSink(Function):
         dout, dlse = gradients
         out, lse, logits = ctx.saved_tensors
         difference = above(lse, logits)
-        # Each by its own sigmoid: the sink's share of a sum is often small, and 1 - share would lose its digits.
         share, of_sink = torch.sigmoid(difference), torch.sigmoid(-difference)
-        dead = (logits == -torch.inf)[:, None]  # a head without a sink
+        dead = (logits == -torch.inf)[:, None]
         of_sink = of_sink.masked_fill(dead, 0.0)
         dlse = dlse.masked_fill(dead & (lse == -torch.inf), 0.0)
         product = (dout * out.to(lse.dtype)).sum(-1)
@@ -146,7 +145,6 @@ class _Merge(Function):
         tensors = ctx.saved_tensors
         count = len(tensors) // 2
         outs, lses = tensors[:count], tensors[count:]
-        # A kernel's gradients have no graph for further gradients, and a kernel takes no batch of them.
         if _is_fused(outs[0]) and not (torch.is_grad_enabled() or any(map(is_legacy_batchedtensor, gradients))):
             from sparseflash.backends.triton import merge
 
@@ -165,14 +163,12 @@ class _Merge(Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether the kernels merge. A compiler fuses the operations itself."""
     if x.device.type not in _DEVICES or x.dtype == torch.float64 or type(x) is not Tensor:
         return False
     return x.numel() > 0 and not torch.compiler.is_compiling() and runs_kernels(x.device)
 
 
 def _without_dead(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> list[Tensor]:
-    """The outs, with 0 for queries without keys, because 0 times NaN is NaN."""
     return [out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0) for out, lse in zip(outs, lses, strict=True)]
 
 
@@ -181,7 +177,7 @@ def _weights(lses: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     highest = lses[0]
     for each in lses[1:]:
         highest = torch.maximum(highest, each)
-    safe = highest.masked_fill(highest == -torch.inf, 0.0)  # -inf - -inf would be NaN
+    safe = highest.masked_fill(highest == -torch.inf, 0.0)
     shares = [torch.exp(each - safe) for each in lses]
     total = shares[0]
     for share in shares[1:]:

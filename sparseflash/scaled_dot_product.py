@@ -116,9 +116,9 @@ def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
             "query, key and value must have the same number of dimensions, [..., heads, tokens, head dim]; " + shown
         )
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in every]
-    is_shared = heads[1] == heads[2] and heads[0] >= heads[1]  # each key head is of one query head or of several
+    is_shared = heads[1] == heads[2] and heads[0] >= heads[1]
     if is_shared and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        return every  # what nearly all calls have
+        return every
     try:
         batch = torch.broadcast_shapes(*(x.shape[:-3] for x in every))
     except RuntimeError:
@@ -148,7 +148,7 @@ def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> Bl
 
 @bounded_tensors(maxsize=32)
 def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):  # otherwise a later training step could not use it
+    with torch.inference_mode(False):
         return causal(q_len, k_len, offset=0, block=block).to(device)
 
 
@@ -168,7 +168,7 @@ def live_and_bias(
 
     device: where the mask of a `CausalBias`, which has no tensor, is needed; the CPU by default.
     """
-    if isinstance(attn_mask, CausalBias):  # a mask that PyTorch describes in two numbers
+    if isinstance(attn_mask, CausalBias):
         upper = attn_mask.variant is CausalVariant.UPPER_LEFT
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (q_len, k_len):
             raise ValueError(
@@ -190,7 +190,7 @@ def live_and_bias(
             f"{list(attn_mask.shape)}."
         )
     whole = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    if 0 in whole.shape or q_len == 0 or k_len == 0:  # there are no scores
+    if 0 in whole.shape or q_len == 0 or k_len == 0:
         return None, None
     plain_tensor(whole, name)
     if whole.dtype == torch.bool:
@@ -199,6 +199,5 @@ def live_and_bias(
     if not bool((whole.detach().isfinite() | dead).all()):
         raise ValueError(f"{name} must hold finite numbers and -inf only; got NaN or +inf.")
     live = from_sdpa(~dead, q_len=q_len, k_len=k_len, block=block) if bool(dead.any()) else None
-    # Entries of dead scores are not read, so -inf may stay there.
     nothing = not whole.requires_grad and bool((whole.masked_fill(dead, 0.0) == 0).all())
     return live, None if nothing else bias(whole)

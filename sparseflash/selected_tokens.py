@@ -148,7 +148,6 @@ def _chosen_backend(backend: str | None, device: torch.device) -> str:
 
 
 def _sorted(index: Tensor, k_len: int, causal: bool) -> Tensor:
-    """The lists in ascending order, int32, with -1 for entries that are no token or repeat one."""
     index = index.to(torch.int64)
     none = (index < 0) | (index >= k_len)
     if causal:
@@ -179,7 +178,6 @@ def _checked_v_dim(v_dim: int | None, k: Tensor) -> int:
 
 
 def _live(index: Tensor, k_len: int, causal: bool) -> Tensor:
-    """The docstring's rule: bool `[B, Hkv, Nq, Nk]`."""
     index = index.to(torch.int64)
     none = (index < 0) | (index >= k_len)
     live = torch.zeros(*index.shape[:3], k_len + 1, dtype=torch.bool, device=index.device)
@@ -194,10 +192,9 @@ def _live(index: Tensor, k_len: int, causal: bool) -> Tensor:
 def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of Triton's kernels, through their operator."""
     selected.check(q, k, v_dim, index.shape[3])
     if v is None and not selected.shares_values(k.shape[3], v_dim):
         v = k[..., :v_dim]
-    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
+    if scale < 0:
         q, scale = -q, -scale
     return selected.token_attention(q, k, v, index, v_dim, causal, scale)

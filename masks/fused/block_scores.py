@@ -25,7 +25,7 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
     """int32 `[B, Hq, lists, top_k]`, as `lists_of_blocks`, for any `top_k`: some lists at a time."""
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     batch, heads, rows, _ = q.shape
-    block_n = columns_of_a_tile(q, of)  # a longer block is multiplied in parts
+    block_n = columns_of_a_tile(q, of)
     constants = constants_of(q, k, of, bounds, max(of.rows, 64), block_n)
     index = torch.empty(batch * heads, of.lists, top_k, dtype=torch.int32, device=q.device)
     ordered = torch.empty_like(index)
@@ -47,7 +47,6 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
             of.blocks, of.sinks, of.near, factor, *q.stride()[:3], *k.stride()[:3], *constants,
         )  # fmt: skip
         write_largest(scores, begins, stops, index, start)
-        # From the highest score on: the lists are ascending, and the sort keeps the order of equals.
         part = index[:, start : start + count]
         found = scores.gather(2, part.clamp(min=0).long()).masked_fill(part < 0, -torch.inf)
         order = found.sort(dim=2, descending=True, stable=True).indices
@@ -95,7 +94,7 @@ def block_scores_kernel(
     first = (start + number) * (ROWS * row_tokens)
     last = tl.minimum(first + ROWS * row_tokens, q_len) - 1 + shift
     first += shift
-    begin, stop = position, position  # not read without DOCUMENTS
+    begin, stop = position, position
     if DOCUMENTS:
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)

@@ -20,7 +20,6 @@ def write_largest(
 
     Of equal scores the first ones are taken. NaN and -inf are never taken.
 
-    Args:
         scores: fp32 `[lists, rows, n]`, contiguous.
         begins, stops: int32, of each of all rows: its candidates are those from `begin` to before `stop`. The other
             scores are not read.
@@ -67,7 +66,7 @@ def _with_next_byte(
             live = live & (((key ^ prefix) >> (SHIFT + 8)) == 0)
         counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=live)
     not_below = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    digit = tl.max(tl.where(not_below >= wanted, value, 0), 0)  # 0 if there are fewer than wanted: all are taken
+    digit = tl.max(tl.where(not_below >= wanted, value, 0), 0)
     wanted -= tl.sum(tl.where(value > digit, counts, 0), 0)
     return prefix | (digit.to(tl.uint32) << SHIFT), wanted
 
@@ -85,7 +84,7 @@ def largest_kernel(
     scores_ptr += tl.program_id(0).to(tl.int64) * count
     index_ptr += ((tl.program_id(0) // rows).to(tl.int64) * all_rows + start + row) * k
     begin, stop = tl.load(begins_ptr + start + row), tl.load(stops_ptr + start + row)
-    wanted = k  # of the keys that begin with `prefix`
+    wanted = k
     prefix = tl.full([1], 0, tl.uint32)
     for step in tl.static_range(4):
         prefix, wanted = _with_next_byte(

@@ -59,7 +59,7 @@ def columns_of_a_tile(q: Tensor, of: Columns) -> int:
 
 def fits(q: Tensor, of: Columns) -> bool:
     """Whether a GPU's shared memory holds the queries and the keys of a tile."""
-    size = 6 if q.dtype == torch.float32 else q.element_size()  # full fp32 is three pieces of two bytes
+    size = 6 if q.dtype == torch.float32 else q.element_size()
     tokens = max(of.rows, 64) + columns_of_a_tile(q, of)
     needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
     return needed <= architecture_of(capability_of(q.device)).shared_memory
@@ -73,9 +73,9 @@ def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     (batch, heads, rows, _), (_, kv_heads, cols, _) = q.shape, k.shape
     index = torch.empty(batch, heads, of.lists, top_k, dtype=torch.int32, device=q.device)
-    block_n = 32 if of.span == 1 else columns_of_a_tile(q, of)  # more single columns take longer to sort
+    block_n = 32 if of.span == 1 else columns_of_a_tile(q, of)
     kept = max(1, block_n // of.span, 1 << (top_k - 1).bit_length())
-    block_m = max(of.rows, min(64, 2048 // kept))  # a sort has twice as many numbers as blocks are kept
+    block_m = max(of.rows, min(64, 2048 // kept))
     constants = *constants_of(q, k, of, bounds, block_m, block_n), kept
     tiles = -(-rows // block_m)
     _kernel(
@@ -157,12 +157,12 @@ def select_kernel(
         latest = tl.minimum((first_row + BLOCK_M) * row_tokens, q_len) - 1 + shift
         end = tl.minimum(blocks, tl.where(latest >= 0, latest // tokens + 1, 0))
     origin = 0
-    begin, stop = position, position  # not read without DOCUMENTS
+    begin, stop = position, position
     if DOCUMENTS:
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
         end = tl.minimum(end, (tl.max(stop, 0) + tokens - 1) // tokens)
-        origin = tl.load(bounds_ptr + first_row) // tokens // KEPT * KEPT  # documents are in order
+        origin = tl.load(bounds_ptr + first_row) // tokens // KEPT * KEPT
     best = tl.full([LISTS, KEPT], _NONE, tl.int64)
     slot = tl.arange(0, KEPT)
     for start in range(origin, end, KEPT):

@@ -21,14 +21,13 @@ def summed_scores(
 ) -> Tensor:  # fmt: skip
     """fp32 `[B, Hkv, rows, Nk]`, of the `rows` queries from `start` on; h runs over the query heads of a key head:
 
-        sum over h of factors[h, p] * ReLU(q[h, p] . k[s])                 with scale=None: DSA's and QSA's indexers
-        sum over h of exp(scale * q[h, p] . k[s] - factors[h, p])          otherwise: NSA's weights, from their lse
+    sum over h of factors[h, p] * ReLU(q[h, p] . k[s])                 with scale=None: DSA's and QSA's indexers
+    sum over h of exp(scale * q[h, p] . k[s] - factors[h, p])          otherwise: NSA's weights, from their lse
 
-    Args:
-        q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, of one dtype.
-        factors: `[B, Hq, Nq]`.
-        begins, stops: int32 `[Nq]`: the keys of query p are those from `begins[p]` to before `stops[p]`. Weights of
-            others are 0; an indexer's scores of others are not written, or 0.
+    q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, of one dtype.
+    factors: `[B, Hq, Nq]`.
+    begins, stops: int32 `[Nq]`: the keys of query p are those from `begins[p]` to before `stops[p]`. Weights of
+        others are 0; an indexer's scores of others are not written, or 0.
     """
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     (batch, heads, _, dim), (_, kv_heads, cols, _) = q.shape, k.shape
@@ -73,7 +72,6 @@ def summed_scores_kernel(
 ):  # fmt: skip
     """Writes a tile of the scores, with its keys in registers or shared memory, one head of queries after another."""
     program = tl.program_id(0)
-    # Programs that run together have the same queries, which are the larger tensor.
     col_tile, program = program % col_tiles, program // col_tiles
     row_tile, pair = program % row_tiles, program // row_tiles
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads

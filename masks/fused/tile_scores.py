@@ -52,14 +52,13 @@ def scores_of_blocks(
     tokens = SPAN * column_tokens
     block = block_start + tl.arange(0, CANDIDATES)[None, :]
     own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
-    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)  # empty without `near`
+    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)
     close = (block > own_first[:, None] - near) & (block < near_end[:, None])
     is_open = block < blocks
     if CAUSAL:
         is_open = is_open & (block * tokens <= last[:, None])
     origin = 0
     if DOCUMENTS:
-        # Documents begin at multiples of a list and of a block, so all rows of a list are of one.
         of_list = tl.max(begin.reshape(LISTS, ROWS), 1)[:, None]
         is_open = is_open & (block * tokens >= of_list)
         is_open = is_open & (block * tokens < tl.max(stop.reshape(LISTS, ROWS), 1)[:, None])

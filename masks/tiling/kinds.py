@@ -19,14 +19,13 @@ def by_kind(
 ) -> BlockMask:  # fmt: skip
     """The mask of listed tiles; tiles with equal codes have the same bits.
 
-    `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
-    number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of each kind, and returns bool
-    `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and are dropped afterwards.
+    `codes`: int tensors `[E]`, any number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of
+    each kind, and returns bool `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and
+    are dropped afterwards.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     kind, count_of_kinds = number_combinations(codes)
-    # The first tile of each kind, so that every machine evaluates the same one.
     every = torch.arange(len(rows), device="cpu")
     first = every.new_full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, every, "amin")
     words = [torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")]

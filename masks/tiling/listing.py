@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """`(rows, cols)` of the tiles `first[i] <= j <= last[i]` of every block row i, sorted; none where last < first.
 
-    `first`, `last`: int64 `[Mq]`, block columns.
-
     >>> rows, cols = between(torch.tensor([0, 2, 5]), torch.tensor([1, 2, 4]))
     >>> rows.tolist(), cols.tolist()
     ([0, 0, 1], [0, 1, 2])
@@ -51,7 +49,7 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
     >>> entries(incidence(labels, 5) @ incidence(labels, 5).T)
     (tensor([0, 0, 1, 1, 2]), tensor([0, 1, 0, 1, 2]))
     """
-    from scipy import sparse  # imported late, because the import is slow and few patterns need it
+    from scipy import sparse
 
     block = torch.arange(len(labels), device="cpu").repeat_interleave(labels.shape[1])
     there = torch.ones(labels.numel(), dtype=torch.bool, device="cpu")
@@ -76,7 +74,6 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
     label = np.flatnonzero(np.diff(blocks.indptr))
     starts, counts = blocks.indptr[label], np.diff(blocks.indptr)[label]
     _, first, number = np.unique(_digests(blocks.indices, starts, counts), return_index=True, return_inverse=True)
-    # A label is left out only if the first one with its digest has exactly its blocks: digests may agree by chance.
     other = first[number]
     alike = np.repeat(counts[other] == counts, counts)
     entry = np.arange(len(blocks.indices)) + np.repeat(starts[other] - starts, counts)
@@ -87,7 +84,7 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
 
 
 def _digests(blocks: Integers, starts: Integers, counts: Integers) -> Any:
-    """A number for each run of `blocks`, equal for equal runs and seldom for others. Sums wrap around."""
+    """A number for each run of `blocks`, equal for equal runs and seldom for others."""
     mixed = (blocks.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return np.add.reduceat(mixed, starts) + counts.astype(np.uint64)

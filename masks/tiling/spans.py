@@ -1,7 +1,6 @@
 """Spans: masks where each query sees one run of keys, marked queries see all keys, and all queries see marked keys.
 
-Windows with sinks or global tokens, packed documents, chunks, prefixes and fixed summary columns are such masks. Tiles
-are listed, never scanned; bits are made a word at a time, for the tiles that the end of a run cuts.
+Tiles are listed, never scanned; bits are made a word at a time, for the tiles that the end of a run cuts.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ def spans(
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     start, stop = start.clamp(0, k_len), stop.clamp(0, k_len)
     empty = stop <= start
-    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)  # so that its block row is not widened
+    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)
     no_limit = limit is None
     limit = torch.full((q_len,), k_len, device="cpu") if limit is None else limit.clamp(0, k_len)
     rows = torch.zeros(q_len, dtype=torch.bool, device="cpu") if rows is None else rows
     cols = torch.zeros(k_len, dtype=torch.bool, device="cpu") if cols is None else cols
-    # Queries past the end are copies of the last one; their scores are cut off with the ends of the tiles.
     start, stop, limit, rows = (
         torch.cat([x, x[-1:].expand(row_blocks * block_q - q_len)]).view(row_blocks, block_q)
         for x in (start, stop, limit, rows)
@@ -51,15 +49,14 @@ def spans(
     cols = torch.cat([cols, cols.new_zeros(col_blocks * block_k - k_len)]).view(col_blocks, block_k)
     has_rows, has_cols = rows.any(1), cols.any(1)
     first, last = start.amin(1) // block_k, (stop.amax(1) - 1).div(block_k, rounding_mode="floor")
-    whole = limit.amin(1)  # every query of the block row sees the marked keys below it
+    whole = limit.amin(1)
 
-    # Three groups: tiles of runs; tiles of marked keys outside of these; tiles of marked queries outside of both.
     i, j = between(first, last)
-    least, most = start.amax(1), stop.amin(1)  # the run that all queries of a block row see
+    least, most = start.amax(1), stop.amin(1)
     first_full = (least + (block_k - 1)).div(block_k, rounding_mode="floor")
     last_full = torch.where(most == k_len, col_blocks, most.div(block_k, rounding_mode="floor")) - 1
     # All tiles of a run between these are full, and tiles can number millions: only the others are looked at.
-    last_cut = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)  # before the full ones
+    last_cut = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)
     first_cut = torch.where(first_full <= last_full, last_full + 1, last + 1)  # behind them
     place = (last - first + 1).clamp(min=0).cumsum(0) - (last + 1)  # of the tile (i, j) in the list: place[i] + j
     cut = [place[r] + c for r, c in (between(first, last_cut), between(first_cut, last))]
@@ -69,11 +66,10 @@ def spans(
     reach = (limit.amax(1) - 1).div(block_k, rounding_mode="floor")
     marked, busy = has_cols.nonzero()[:, 0], has_rows.nonzero()[:, 0]
     if len(marked):
-        # The marked columns before the run of a block row, and those behind it; without a run, all are before it.
         end = torch.searchsorted(marked, reach, right=True)
         before, behind = torch.searchsorted(marked, first), torch.searchsorted(marked, last, right=True)
         before, behind = (torch.where(last < first, end, x) for x in (before.minimum(end), behind))
-        alike = torch.where(has_rows, -1, whole)  # before this key all queries see the same of marked columns
+        alike = torch.where(has_rows, -1, whole)
         stops = ((marked + 1) * block_k).clamp(max=k_len)
         for start_at, stop_at in ((torch.zeros_like(end), before), (behind, end)):
             i, at = between(start_at, stop_at - 1)
@@ -87,8 +83,7 @@ def spans(
         repeats = whole[i] >= ((j + 1) * block_k).clamp(max=k_len)
         listed.append((i, j, torch.where(repeats, at + 1 + len(marked), -1)))
 
-    # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it. The rest
-    # is evaluated tile by tile.
+    # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it.
     i, j, kind = (column[0] if len(column) == 1 else torch.cat(column) for column in zip(*listed, strict=True))
     full_word = bitmask.full_word(block_k)
     of_key = bitmask.pack(cols)  # [Mk, W]

@@ -18,7 +18,6 @@ from sparseflash.blockmask.number import Number
 
 Function = Callable[..., Any]
 
-# PyTorch's error texts when Python needs a single number but receives a tensor of many.
 _ONE_NUMBER = (
     "Boolean value of Tensor",
     "cannot be converted to Scalar",
@@ -41,7 +40,7 @@ def vectorized(
     [[3, 4], [7, 8]]
 
     name, what: names of the function and of the elements in errors. single: checks one result and returns it as a
-    tensor. The result has size 1 in every dimension in which all arguments have size 1.
+    tensor.
 
     The function is called through `torch.vmap`. A function that vmap cannot call receives the arguments unchanged, and
     must then treat each element by itself: some of its results are compared with calls for single numbers.
@@ -50,15 +49,13 @@ def vectorized(
         return _mapped(function, name, arguments, single)
     except _WrongAnswer as error:
         raise error.why from error.why.__cause__
-    except Warning:  # where warnings are errors
+    except Warning:
         raise
     except Exception as error:
         return _of_arrays(function, name, arguments, single, what, error)
 
 
 class _WrongAnswer(Exception):
-    """A function that vmap can call returned a wrong result."""
-
     def __init__(self, why: Exception) -> None:
         super().__init__()
         self.why = why
@@ -140,7 +137,7 @@ def _of_arrays(
                 "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead "
                 f"of lists that are indexed; got a tensor where Python needs one number ({error})."
             ) from error
-        if isinstance(error, IndexError) and isinstance(refused, IndexError):  # a table that is too short
+        if isinstance(error, IndexError) and isinstance(refused, IndexError):
             raise
         # If single numbers fail, too, this raises the function's own error.
         function(*(x.flatten()[0] for x in arguments))
@@ -166,14 +163,12 @@ def _of_arrays(
 
 
 def _unread(function: Function, *arguments: Tensor) -> Any:
-    """The function's answer. Raises TypeError if it makes a text of an array, as in `f"{h}"` for a number h."""
+    """Raises TypeError if the function makes a text of an array, as in `f"{h}"` for a number h."""
     with _WithoutText():
         return function(*arguments)
 
 
 class _WithoutText(TorchFunctionMode):
-    """Refuses to make a text of an array; the text of a single number is right."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__format__, torch.Tensor.__repr__) and args[0].ndim > 0:
             raise TypeError("text is made of an array")
@@ -205,7 +200,7 @@ def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any
 
 def _some(answer: Tensor) -> list[tuple[int, ...]]:
     """Some indices of a result; for bools, of the true and of the false elements."""
-    generator = torch.Generator().manual_seed(0)  # equal steps could hit the same keys in every row
+    generator = torch.Generator().manual_seed(0)
     flat = answer.reshape(-1)
     every = torch.ones_like(flat, dtype=torch.bool)
     chosen = []
@@ -221,7 +216,6 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     one = one.reshape(other.shape)
     if one.dtype == torch.bool:
         return torch.equal(one, other.bool())
-    # Vectorised loops may round differently from operations on single numbers.
     tolerance = 1e-2 if other.dtype.itemsize == 2 else 1e-4
     return torch.allclose(one.double(), other.double(), tolerance, tolerance, equal_nan=True)
 
@@ -291,7 +285,6 @@ def _is_simple(x: Any) -> bool:
 
 
 def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
-    """`x[index]`, where all tensors in `index` are scalar."""
     taken = sum(each is not None and each is not Ellipsis for each in index)
     if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
         at = next(place for place, each in enumerate(index) if each is Ellipsis)
@@ -299,7 +292,7 @@ def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
     numbers: list[Tensor | None] = []
     for each in index:
         dim = len(numbers)
-        if isinstance(each, Number):  # its value is known, so `select` can take a view
+        if isinstance(each, Number):
             each = int(each)
         if isinstance(each, Tensor):
             numbers.append(each)

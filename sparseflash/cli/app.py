@@ -49,7 +49,7 @@ app = typer.Typer(
     "on this machine.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
     "BlockMask.save wrote: sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # joins the lines of a paragraph
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 
@@ -290,7 +290,6 @@ def check(
 
 
 def _errors(results: list[tuple[certificate.Case, dict[str, float]]], thorough: bool) -> Table:
-    """The largest errors of each dtype, or of each dtype, head dim and number of key heads."""
     from sparseflash.cli.check import NAMES
 
     rows: dict[str, dict[str, float]] = {}

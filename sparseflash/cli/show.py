@@ -14,10 +14,7 @@ Line = tuple[str, str]  # label and text
 
 
 def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dtype, causal: bool) -> Iterator[Line]:
-    """Yields the lines of `show` one by one, since the last ones may take long.
-
-    heads: used if the mask is shared by all heads; causal: reach counts earlier keys only.
-    """
+    """Yields the lines of `show` one by one, since the last ones may take long."""
     heads = heads if mask.shape[1] == 1 else None
     yield "scores", str(analysis.density(mask))
     yield "forward", str(analysis.flops(mask, head_dim, dtype=dtype, heads=heads))
@@ -62,7 +59,7 @@ def reach(mask: BlockMask, causal: bool) -> str:
     whom = "every earlier token" if causal else "every other token"
     try:
         layers = analysis.layers_to_full_reach(mask, causal=causal)
-    except ValueError as error:  # too many blocks, or lengths that no layers share
+    except ValueError as error:
         return str(error)
     if layers is None:
         hint = "" if causal else "; --causal asks about earlier tokens only"

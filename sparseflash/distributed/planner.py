@@ -20,8 +20,7 @@ from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.shards import Integers, Shards
 
 # The cost of a remote key, in live scores, forward and backward, by `costs.H100` in bf16: a key, a value and their
-# gradients take 2 * 4 D / 300e9 s, a score 3.5 * 4 D operations at 400e12 a second; the quotient is 760. Estimated,
-# without the part that attention hides.
+# gradients take 2 * 4 D / 300e9 s, a score 3.5 * 4 D operations at 400e12 a second; the quotient is 760.
 SCORES_PER_REMOTE_KEY = 800
 _CHUNKS = 512  # more chunks than this are merged, because planning takes time with their square, ...
 _CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced
@@ -41,7 +40,6 @@ class Assignment:
 
     @property
     def digest(self) -> str:
-        """Equal for equal assignments, in every process."""
         digest = hashlib.blake2b(digest_size=8)
         for shards in (self.queries, self.keys):
             digest.update(repr((shards.length, shards.chunk)).encode() + shards.rank_of_chunk.tobytes())
@@ -50,8 +48,8 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """The mask over chunks. `area`: float64 `[Cq, Ck]`, live tiles of each pair, in shares of all heads and batch
-    elements; `packed`: uint8 `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile."""
+    """`area`: float64 `[Cq, Ck]`, live tiles of each pair, in shares of all heads and batch elements; `packed`: uint8
+    `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile."""
 
     area: NDArray[np.float64]
     packed: NDArray[np.uint8]
@@ -91,8 +89,6 @@ def assign(mask: BlockMask, ranks: int) -> Assignment:
 
 
 def _chunk(length: int, block: int, ranks: int) -> int:
-    """Tokens a chunk: the block, doubled until there are few chunks, unless they would then be dealt unevenly."""
-
     def count(times: int) -> int:
         return -(-length // (block * times))
 
@@ -131,10 +127,7 @@ def shares_of_tiles(mask: BlockMask, counts: Integers) -> NDArray[np.float64] | 
 
 
 def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Integers]]:
-    """Names of assignments, and the rank of each chunk: every rank has as many chunks, or one less than others.
-
-    same: keys are assigned like queries.
-    """
+    """same: keys are assigned like queries."""
     count = len(work.rows)
     runs = contiguous(count, ranks)
     yield "contiguous", runs
@@ -175,7 +168,6 @@ def _quotas(count: int, ranks: int) -> Integers:
 
 
 def _dealt(area: NDArray[np.float64], ranks: int) -> Integers:
-    """Chunks in descending order of area, dealt forth and back."""
     order = np.argsort(-area, kind="stable")
     turn, rank = np.divmod(np.arange(len(area)), ranks)
     dealt = np.empty_like(order)
@@ -216,7 +208,6 @@ def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
 
 
 def _spread(chunks: Integers, area: NDArray[np.float64]) -> Integers:
-    """All chunks if they are few, otherwise some with areas spread over the whole range."""
     if len(chunks) <= _TO_SWAP:
         return chunks
     chosen = np.arange(_TO_SWAP) * (len(chunks) - 1) // (_TO_SWAP - 1)

@@ -36,11 +36,9 @@ class Rows:
         return bool((self.starts == self.sizes.cumsum() - self.sizes).all())
 
     def are_all(self, count: int) -> bool:
-        """Whether these are all of `count` rows, in their order."""
         return sum(self.counts) == count and self._are_in_order
 
     def taken(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The rows of `x [rows, ...]`, written to `out` if it is given; x itself if they are all of it and no `out`."""
         if self.are_all(len(x)):
             return x if out is None else out.copy_(x)
         if out is None:
@@ -54,7 +52,6 @@ class Rows:
         return values.new_zeros((count, *values.shape[1:])).index_copy_(0, self.on(values.device), values)
 
     def on(self, device: torch.device) -> Tensor:
-        """The numbers of the rows, int64 `[sum(counts)]`, made once for each device."""
         return once(self._made, device, lambda: self._numbers(device))
 
     def _numbers(self, device: torch.device) -> Tensor:
@@ -102,7 +99,6 @@ class Additions:
         return first.index_copy_(0, touched, sums.to(first.dtype))
 
     def _are_disjoint(self, begin: int) -> bool:
-        """Whether no row comes twice, from tensor `begin` on."""
         if begin not in self._disjoint:
             some = self.rows[begin:]
             starts, sizes = (np.concatenate([getattr(rows, name) for rows in some]) for name in ("starts", "sizes"))
@@ -112,8 +108,6 @@ class Additions:
         return self._disjoint[begin]
 
     def _places(self, begin: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """`(touched, places)`: the rows that are added to, and where among them the rows of each tensor are."""
-
         def made() -> tuple[Tensor, list[Tensor]]:
             rows = self._by_rank(begin, [rows.on(device) for rows in self.rows])
             touched = torch.cat(rows).unique()

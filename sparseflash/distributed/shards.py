@@ -48,14 +48,12 @@ class Shards:
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of tokens of each rank."""
         chunks = np.bincount(self.rank_of_chunk, minlength=self.ranks) * self.chunk
         chunks[self.rank_of_chunk[-1]] -= len(self.rank_of_chunk) * self.chunk - self.length
         counts: list[int] = chunks.tolist()
         return counts
 
     def positions(self, rank: int) -> Tensor:
-        """The positions in the whole sequence of a rank's tokens, ascending: int64 `[counts[rank]]`."""
         tokens = in_blocks(np.flatnonzero(self.rank_of_chunk == rank), self.chunk)
         return torch.from_numpy(tokens[: self.counts[rank]])
 
@@ -79,7 +77,6 @@ class Shards:
 
     @cached_property
     def order(self) -> Tensor:
-        """The positions of all tokens, one rank after the other: int64 `[length]`."""
         return torch.cat([self.positions(rank) for rank in range(self.ranks)])
 
     @cached_property

@@ -1,8 +1,4 @@
-"""One rank's work: the exchanges of keys, and the attention to the keys of each.
-
-Every rank computes the same table of readers from the whole mask (`routes`), and from it the rows that it sends and
-receives, in NumPy on lists of tiles.
-"""
+"""One rank's work: the exchanges of keys, and the attention to the keys of each."""
 
 from __future__ import annotations
 
@@ -100,8 +96,6 @@ def stages_of(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """A mask from one rank's point of view."""
-
     mask: BlockMask
     assignment: Assignment
     readers: Readers
@@ -135,7 +129,6 @@ class _Work:
 
     @cached_property
     def place(self) -> Integers:
-        """The number of each key block among the blocks of its rank, for each kind of head: `[kinds, Mk]`."""
         return np.broadcast_to(self.readers.place, (len(self.heads.kinds), len(self.readers.place)))
 
     @cached_property
@@ -149,7 +142,6 @@ class _Work:
         return Positions(keys.positions(self.rank), keys.length)
 
     def local(self, rows: Booleans | None = None) -> Stage:
-        """Attention to local keys, of all queries or of these block rows; the other queries see nothing."""
         mask = self.entries.mask(self.stage_of == 0, self.place, self.tokens, rows)
         none = _none(self.readers.ranks)
         return Stage(
@@ -157,7 +149,6 @@ class _Work:
         )  # fmt: skip
 
     def exchange(self, number: int, same_slots: bool) -> Stage:
-        """The attention to keys that come with one of the exchanges."""
         slot, slots = self._slots(number, same_slots, 1)
         mask = self.entries.mask(self.stage_of == number + 1, slot, slots * self.mask.block_k)
         return Stage(
@@ -166,15 +157,13 @@ class _Work:
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
-        """The attention of block rows to all their keys; if few have remote keys, then the attention of the others.
-
-        The others attend first only if the exchange needs no multiprocessors. A collective started after attention
+        """The others attend first only if the exchange needs no multiprocessors. A collective started after attention
         waits until attention ends; started before, it blocks attention while it waits for the other rank.
         """
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
         if not rows.any():
-            rows[-1] = True  # so that keys are sent in some stage
+            rows[-1] = True
         if rows.mean() > FEW_QUERIES:
             rows[:] = True
         own = self.entries.columns_of(rows) & (self.stage_of == 0)
@@ -199,17 +188,14 @@ class _Work:
         return [stage] if queries is None else [stage, self.local(~rows)]
 
     def _needed(self, number: int, same_slots: bool) -> Booleans:
-        """Which key blocks come with an exchange, for each kind of head: `[kinds, Mk]`."""
         here = self.reads[self.rank] & (self.stage_of == number + 1)
         return np.broadcast_to(here.any(0), here.shape) if same_slots else here
 
     def _slots(self, number: int, same_slots: bool, least: int) -> tuple[Integers, int]:
-        """The block number at which each of these blocks is placed, `[kinds, Mk]`, and the number of blocks."""
         needed = self._needed(number, same_slots)
         return needed.cumsum(1) - 1, max(least, int(needed.sum(1).max()))
 
     def _positions(self, number: int, same_slots: bool, slots: int) -> Positions | None:
-        """The positions of the tokens in the slots of an exchange; arbitrary in the rest of `slots` blocks."""
         needed = self._needed(number, same_slots)
         if (needed != needed[0]).any():
             return None
@@ -219,7 +205,6 @@ class _Work:
         return Positions(torch.from_numpy(in_blocks(blocks, self.mask.block_k)), self.mask.k_len)
 
     def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
-        """The rows that this rank sends and receives in an exchange."""
         outgoing, incoming = (
             [_part(each, self.stages, number) for each in some] for some in (self.outgoing, self.incoming)
         )
@@ -235,10 +220,6 @@ class _Work:
         return cache(partial(_rows_between, self.readers, self.heads, self.stages, number))
 
     def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
-        """The rows of blocks for each rank, where a kind of head wants them.
-
-        `wanted`: bool `[kinds or 1, Mk]` for each rank; `first [kinds, Mk]`: block numbers; `width`: tokens of a head.
-        """
         starts, lengths, counts = [], [], []
         kinds = self.heads.kind_of_pair
         for some, need in zip(blocks, wanted, strict=True):
@@ -251,7 +232,6 @@ class _Work:
 
 
 def _rows_between(readers: Readers, heads: Heads, stages: int, number: int) -> Integers:
-    """The rows that go between ranks in one of the exchanges, `[from, to]`."""
     ranks, between = range(readers.ranks), np.zeros((readers.ranks, readers.ranks), np.int64)
     for target in ranks:
         rows = readers.rows_of(target, heads)
@@ -268,5 +248,4 @@ def _none(ranks: int) -> Rows:
 
 
 def _parts(count: int, parts: int) -> Integers:
-    """The part that each of `count` items belongs to, in order and of nearly equal sizes."""
     return np.arange(count) * parts // max(count, 1)

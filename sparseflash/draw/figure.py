@@ -1,7 +1,4 @@
-"""A mask as a matplotlib figure.
-
-Uses only matplotlib's object-oriented interface: it selects no backend, changes no global state and opens no window.
-"""
+"""A mask as a matplotlib figure."""
 
 from __future__ import annotations
 
@@ -83,12 +80,12 @@ def plot(
     drawn = found[:most]
     side = _PANEL_INCHES if len(drawn) > 1 else 1.5 * _PANEL_INCHES
     cols = min(len(drawn), 4)
-    if by_head and len(drawn) > 1:  # the heads of a batch element in whole rows, if their number allows it
+    if by_head and len(drawn) > 1:
         of_element = len(found) // len(chosen("batch", batch, mask.shape[0]))
         cols = next((n for n in range(min(8, of_element), 3, -1) if of_element % n == 0), min(8, of_element))
         side = _PANEL_INCHES * min(1.0, 4 / cols)
     rows = -(-len(drawn) // cols)
-    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # height over width of a panel
+    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)
     size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
     figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.5), dpi=130, layout="constrained")
     axes = list(figure.subplots(rows, cols, squeeze=False).flat)
@@ -108,7 +105,6 @@ def plot(
 
 
 def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) -> list[tuple[str, str]]:
-    """Draws one panel; returns the colours and meanings for the legend."""
     down: float = mask.q_len
     across: float = mask.k_len
     if elements:
@@ -121,7 +117,6 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
         found = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         image, share = colours(found.full, found.partial), _mean(mask, found)
         meanings = _meanings(mask, found)
-        # The image may extend past the ends; the axis limits below cut it.
         down = image.shape[0] * found.step[0] * mask.block_q
         across = image.shape[1] * found.step[1] * mask.block_k
     # "antialiased" averages if there are more cells than pixels; "nearest" would drop thin lines.
@@ -143,7 +138,6 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
 
 
 def _mean(mask: BlockMask, found: Shares) -> float:
-    """The live share of all scores, computed from the shares of the cells."""
     sides = []
     for count, step, block, length in zip(
         found.full.shape, found.step, (mask.block_q, mask.block_k), (mask.q_len, mask.k_len)
@@ -180,7 +174,6 @@ def _patches(meanings: list[tuple[str, str]]) -> list[object]:
 
 
 def _label(axis: Axis, length: int, block: int) -> None:
-    """Labelled ticks at the quarters, in tokens, and minor ticks at the tile boundaries."""
     at = sorted({round(length * quarter / 4) for quarter in range(5)})
     axis.set_ticks(at, _numbers(at))
     if -(-length // block) <= _MOST_GRID:
@@ -189,7 +182,6 @@ def _label(axis: Axis, length: int, block: int) -> None:
 
 
 def _numbers(ticks: list[int]) -> list[str]:
-    """Tick labels in tokens: 250, or 4K (multiples of 1024) or 1M if all ticks are round."""
     if ticks[-1] < 2**13 or any(tick % 2**9 for tick in ticks):
         return [f"{tick}" for tick in ticks]
     unit, letter = (2**20, "M") if all(tick % 2**18 == 0 for tick in ticks) else (2**10, "K")

@@ -62,7 +62,6 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None, *, by_he
     for b in chosen_batch:
         for h in chosen_heads:
             uses.setdefault((pattern[b][h], lengths[b]), {}).setdefault(b, []).append(h)
-    # A single picture of everything needs no title.
     shown = [
         (batch is not None or len(uses) > 1) and all_batch > 1,
         (heads is not None or len(uses) > 1) and all_heads > 1,
@@ -82,7 +81,7 @@ def chosen(name: str, choice: Choice, count: int) -> list[int]:
     """The numbers of a choice among `count`, each once, in its order."""
     if choice is None:
         return list(range(count))
-    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0  # a tensor of no dimensions is one
+    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0
     try:
         numbers = [integer(n, name, "") for n in (choice if several else [choice])]  # type: ignore[union-attr]
     except TypeError:
@@ -102,7 +101,6 @@ def _title(
     parts = []
     for users, of_batch in groups.items():
         names = []
-        # Names an axis only if the caller selected on it, or not all of the selection is in this group.
         if shown[0] and (asked[0] or len(of_batch) < len(batch)):
             names.append(f"batch {_ranges(of_batch)}")
         if shown[1] and (asked[1] or len(users) < len(heads)):
@@ -113,7 +111,6 @@ def _title(
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """`0, 2-5, 9`; shortened in the middle if there are very many."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:

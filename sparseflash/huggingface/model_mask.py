@@ -18,7 +18,7 @@ from sparseflash.huggingface.rules import Rule, causal_window, fingerprint, firs
 from sparseflash.interop.sdpa import from_sdpa
 
 _KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
-_masks = BoundedDict(_KEPT)  # for later forwards, together with the plans that kernels derive from them
+_masks = BoundedDict(_KEPT)
 
 
 @dataclass(eq=False, repr=False)
@@ -27,9 +27,6 @@ class ModelMask(FlexMask):
 
     Subclasses FlexAttention's mask only because Transformers passes such masks (and four-dimensional tensors) on
     unchanged.
-
-    rule: of token positions; batch: the number of rows; padding: bool `[B, >= k_stop]`, True for tokens, or None.
-    queries, keys: the ranges `(start, stop)` of the tokens in the attention.
     """
 
     rule: Rule
@@ -61,7 +58,6 @@ class ModelMask(FlexMask):
         return self
 
     def __getitem__(self, index: Any) -> ModelMask:
-        """The mask of a range of queries, `[:, :, start:stop, :]`."""
         whole = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             start, stop, step = index[2].indices(self.shape[2])
@@ -79,10 +75,7 @@ class ModelMask(FlexMask):
     __radd__ = __add__
 
     def decoding(self, pattern: BlockMask | None, q: Tensor, k: Tensor) -> dict[str, Any] | None:
-        """The arguments of `attention_with_cache` for a few new tokens; None if they need a mask of their own.
-
-        Made once for all layers that share the pattern.
-        """
+        """The arguments of `attention_with_cache` for a few new tokens; None if they need a mask of their own."""
         q_len, start = q.shape[2], self.keys[0]
         fits = pattern is None or (
             start == 0 and pattern.lengths is None and q_len <= pattern.block_q
@@ -116,10 +109,8 @@ class ModelMask(FlexMask):
         return found
 
     def _padded_keys(self) -> Tensor | None:
-        """Which keys are tokens, bool `[B, n]`; None if all are, which one kernel finds out.
-
-        The room of a preallocated cache lies after the queries, where a causal rule is dead anyway: it is not read.
-        """
+        """The room of a preallocated cache lies after the queries, where a causal rule is dead anyway: it is not
+        read."""
         if self.padding is None:
             return None
         stop = min(self.keys[1], self.queries[1]) if causal_window(self.rule)[0] else self.keys[1]
@@ -131,7 +122,7 @@ class ModelMask(FlexMask):
 
         Made once for all layers that share the pattern.
         """
-        key = id(pattern), device  # the id is not reused, because the pattern is kept beside the mask
+        key = id(pattern), device
         if key not in self.made:
             self._make(pattern, device)
         found: BlockMask | None = self.made[key][1]
@@ -146,7 +137,7 @@ class ModelMask(FlexMask):
         if pattern is None and self._sees_everything():
             return None
         rule = fingerprint(self.rule)
-        if rule is None or self.shape[2] == 1:  # while generating, every token needs a new mask
+        if rule is None or self.shape[2] == 1:
             return self._made(pattern)
         key = rule, self.queries, self.keys, self.block, self.device, id(pattern)
         mask: BlockMask = once(_masks, key, lambda: (pattern, self._made(pattern)))[1]
@@ -171,10 +162,8 @@ class ModelMask(FlexMask):
         return own if pattern is None else own & pattern
 
     def _padded(self, mask: BlockMask | None) -> BlockMask | None:
-        """The mask without padded keys.
-
-        Lengths would cut queries, too: some models read the outputs of padding, and in cross-attention the queries are
-        other tokens.
+        """Lengths would cut queries, too: some models read the outputs of padding, and in cross-attention the queries
+        are other tokens.
         """
         if self.padding is None or self._padded_keys() is None:
             return mask

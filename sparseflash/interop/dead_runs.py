@@ -61,7 +61,6 @@ def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys sorted, and the permutation that sorts them, with the queries of each key ascending."""
     by_query = torch.argsort(q)
     keys, by_key = torch.sort(k[by_query], stable=True)
     return keys, by_query[by_key]
@@ -70,11 +69,6 @@ def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def _places(
     inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, stop: int, mask: BlockMask
 ) -> tuple[Tensor, Tensor]:
-    """The query and key of the set bits of all tiles, before key `stop`.
-
-    inside: the bits inside a tile, which are the same wherever it occurs, `[T + 2, block_q, W]`; edge: the bits of each
-    entry in row `edge_row`, `[E, W]`.
-    """
     t, q, k = bitmask.unpack(inside, mask.block_k).nonzero(as_tuple=True)
     count = torch.bincount(t, minlength=len(inside))
     before = count.cumsum(0) - count

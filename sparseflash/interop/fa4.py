@@ -57,8 +57,6 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
     `compute_block_sparsity`, because its kernel takes the lengths.
 
     Args:
-        mask: in blocks of 128 keys and a multiple of 128 queries.
-        partial: promises that the caller supplies a `mask_mod` for partial tiles.
 
     In partial tiles FA4 evaluates a `mask_mod`, which is compiled from CuTe DSL and cannot be replaced by a tensor;
     without one it treats them as full. So a mask with partial tiles is refused without `partial=True`. The `mask_mod`
@@ -99,8 +97,6 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
     >>> from_fa4(to_fa4(mask).forward, 384, 384) == mask
     True
 
-    Args:
-        tensors: the forward's lists.
         q_len, k_len: tokens.
         mask_mod: `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, gives the live scores of
             partial blocks. For tensors from `to_fa4` it is `sparseflash.interop.lookup.mask_mod(lookup,
@@ -123,7 +119,6 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
 
 
 def _whole(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor) -> Tensor:
-    """Bool `[E]`: the entries in which every score inside the lengths is live."""
     live_q, live_k = mask.q_len - (mask.blocks[0] - 1) * mask.block_q, mask.k_len - (mask.blocks[1] - 1) * mask.block_k
     counts = torch.cat([tile.new_tensor([mask.block_q * mask.block_k]).long(), bitmask.live_scores(mask.bits)])
     height = torch.where(rows == mask.blocks[0] - 1, live_q, mask.block_q)

@@ -63,8 +63,6 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
             the diagonal. FlashMask numbers queries from the top in both forms.
         kv_heads: the number of key-value heads, if FlashMask needs one mask for each of them; the query heads of a
             group must then agree.
-
-    Raises ValueError, naming the first key, if the mask cannot be represented.
     """
     mask = checked_mask(mask).bake_lengths()
     causal = None if causal is None else flag(causal, "causal")
@@ -77,7 +75,6 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
     patterns = pattern_count(mask)
     runs = [dead_runs(mask, p) for p in range(patterns)]
     if causal is None:
-        # The first run of dead queries must reach the diagonal.
         keys = torch.arange(mask.k_len, device=mask.device)
         causal = mask.q_len == mask.k_len and all(bool((stop[:, 0] >= keys[: len(stop)]).all()) for _, stop, _ in runs)
     places = [(mask.pattern == p).nonzero()[0].tolist() for p in range(patterns)]
@@ -111,7 +108,6 @@ def from_flashmask(
     >>> from_flashmask(indices, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
-    Args:
         startend_row_indices: int `[B, H, Nk, 1 or 2]` for causal, `[B, H, Nk, 2 or 4]` otherwise, see `FlashMask`;
             bounds past the last query mean the end.
         causal: the form of the indices.
@@ -154,9 +150,6 @@ def from_flashmask(
     return mask_of_patterns(q_len, k_len, block_q, block_k, parts, number)
 
 
-# to FlashMask
-
-
 def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
     """The pattern of each key-value head: int `[B or 1, kv_heads or 1]`."""
     heads = pattern.shape[1]
@@ -178,18 +171,13 @@ def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
 
 
 def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, place: str) -> Tensor:
-    """The masked ranges `[r0, r1)` below the diagonal and `[r2, r3)` above it: int64 `[Nk, 4]`.
-
-    Empty ranges are `[Nq, Nq)` and `[0, 0)`.
-    """
     start, stop, most = runs
     q_len, device = mask.q_len, start.device
     key = torch.arange(most, device=device)
     diagonal = key.clamp(max=q_len)
     if causal:
-        fits = stop[:, 0] >= key  # no live query above the diagonal
+        fits = stop[:, 0] >= key
         start = torch.maximum(start, key[:, None])
-    # Move the non-empty runs to the front.
     order = torch.argsort((stop <= start).to(torch.int8), dim=1, stable=True)
     runs_a_key = (stop > start).sum(1)
     empty = runs_a_key[:, None] <= torch.arange(2, device=device)
@@ -202,7 +190,6 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     else:
         two = runs_a_key == 2
         fits = (runs_a_key < 2) | (two & (first_stop <= diagonal + 1) & (second >= diagonal))
-        # A single run lies below the diagonal, above it, or is split by it.
         above = two | (first_stop <= diagonal + 1)
         below = ~two & (first >= diagonal)
         lower = torch.where(above, second, torch.maximum(first, diagonal)).where(~below, first)
@@ -224,11 +211,7 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     return bounds
 
 
-# from FlashMask
-
-
 def _intervals(bounds: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, Tensor]]:
-    """The intervals of masked queries, `[start, stop)`, int64 `[Nk]` each; `bounds` int64 `[Nk, 1, 2 or 4]`."""
     zero = torch.zeros_like(bounds[:, 0])
     with_ends = bounds.shape[1] == (2 if causal else 4)
     found = [(bounds[:, 0], bounds[:, 1] if with_ends else zero + q_len)]

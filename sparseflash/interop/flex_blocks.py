@@ -53,16 +53,14 @@ def in_supported_blocks(
 
 
 def _layout(lists: Lists, blocks: tuple[int, ...]) -> Tensor:
-    """Bool `[B, H, Mq, Mk]`: the blocks that are listed."""
     counts, indices = lists
     listed = torch.arange(indices.shape[-1], device=counts.device) < counts.unsqueeze(-1)
-    number = torch.where(listed, indices.long(), blocks[1])  # what is not listed goes to a column past the last
+    number = torch.where(listed, indices.long(), blocks[1])
     found = torch.zeros(*counts.shape, blocks[1] + 1, dtype=torch.bool, device=counts.device)
     return found.scatter_(-1, number, True)[:, :, : blocks[0], : blocks[1]]
 
 
 def _touched(length: int, old: int, new: int, device: torch.device) -> list[Tensor]:
-    """For each new block the old blocks that it touches: several tensors, of the first one, the next one, and so on."""
     start = torch.arange(0, length, new, device=device)
     first, last = start // old, ((start + new).clamp(max=length) - 1) // old
     return [torch.minimum(first + step, last) for step in range(-(-new // old) + 1)]

@@ -85,7 +85,6 @@ def mask_of_lists(
 
 
 def _entries(lists: Lists, row_blocks: int, col_blocks: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries of the lists, in order: `b * H + h`, block row and block column of each, int64 `[E]`."""
     counts, indices = lists
     if counts.ndim != 3 or indices.shape[:3] != counts.shape or indices.ndim != 4 or counts.shape[2] != row_blocks:
         raise ValueError(
@@ -109,11 +108,10 @@ def _evaluate(
     mask_mod: MaskMod, b: Tensor, h: Tensor, rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int,
     block_k: int,
 ) -> Tensor:  # fmt: skip
-    """The live scores of these tiles of these heads: bool `[E, block_q, block_k]`."""
     from torch.nn.attention.flex_attention import create_mask
 
     # A mask_mod is written for single numbers and need not broadcast. create_mask is FlexAttention's own way of calling
-    # it; its batch elements are tiles here. Positions past the end must not reach a mask_mod.
+    # it; its batch elements are tiles here.
     def of_tile(e: Tensor, _: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q = (rows[e] * block_q + q_idx).clamp(max=q_len - 1)
         k = (cols[e] * block_k + kv_idx).clamp(max=k_len - 1)

@@ -24,7 +24,6 @@ _KERNELS = ("cutlass-fna", "hopper-fna", "blackwell-fna", "flex-fna")  # NATTEN'
 
 PerAxis = int | Sequence[int] | None
 Flags = bool | Sequence[bool] | None
-# Arguments that choose NATTEN's kernels and leave its results as they are.
 _KERNEL_CHOICES = (
     "attention_kwargs", "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape",
     "backward_kv_splits", "backward_use_pt_reduction", "run_persistent_kernel", "kernel_schedule", "torch_compile",
@@ -126,7 +125,7 @@ def _neighborhood(
         batch, heads, dim = len(own), *own.shape[-2:]
         if dense_tensor(added, name).ndim != 4 or (added.shape[0], *added.shape[2:]) != (batch, heads, dim):
             raise ValueError(f"{name} must have shape [{batch}, L, {heads}, {dim}]; got {list(added.shape)}.")
-        if (added.dtype, added.device) != (own.dtype, own.device):  # torch.cat would promote the dtype
+        if (added.dtype, added.device) != (own.dtype, own.device):
             raise ValueError(
                 f"{name} must have the dtype and device of key and value, {own.dtype} and {own.device}; got "
                 f"{added.dtype} and {added.device}."
@@ -162,8 +161,7 @@ def _made(
     grid: tuple[int, ...], window: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...],
     causal: tuple[bool, ...], more: int, block: Block, device: torch.device,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:  # fmt: skip
-    """The mask, the order of its tokens and the inverse order, None for the order of the grid."""
-    with torch.inference_mode(False):  # otherwise a later training step could not use it
+    with torch.inference_mode(False):
         order = _order(grid, dilation, max(block_pair(block)))
         rule: dict[str, Any] = {"window": window, "stride": stride, "dilation": dilation, "causal": causal}
         mask = neighborhood(grid, block=block, **rule)
@@ -180,10 +178,8 @@ _kept = bounded_tensors(maxsize=32)(_made)
 
 
 def _order(grid: tuple[int, ...], dilation: tuple[int, ...], block: int) -> Tensor | None:
-    """Tokens of one remainder together, in tiles of about `block` tokens; None: in the order of the grid."""
     if len(grid) == 1 and dilation == (1,):
         return None
-    # Sides as equal as powers of two can be, the last axes longer, and no axis longer than its tokens of a remainder.
     tile = [1] * len(grid)
     room = [-(-side // gap) for side, gap in zip(grid, dilation)]
     while math.prod(tile) < block and any(tile[axis] < room[axis] for axis in range(len(grid))):

@@ -27,7 +27,6 @@ class _NeighborhoodAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, *grid, embed_dim]` as the same."""
         if dense_tensor(x, "x").ndim != self.axes + 2 or x.shape[-1] != self.embed_dim:
             grid = ("N", "height, width", "frames, height, width")[self.axes - 1]
             raise ValueError(f"x must have shape [B, {grid}, {self.embed_dim}]; got {list(x.shape)}.")
@@ -63,7 +62,6 @@ class NeighborhoodAttention2D(_NeighborhoodAttention):
     torch.Size([2, 16, 16, 64])
 
     Args:
-        embed_dim, num_heads: embed_dim is a multiple of num_heads.
         kernel_size, stride, dilation, is_causal: as for `na2d`.
         qkv_bias: whether the projection to queries, keys and values has a bias.
         qk_scale: `1 / sqrt(head dim)` by default.

@@ -29,19 +29,17 @@ class KVCache:
         device = None if device is None else checked_device(device)
         if dtype is not None:
             check_dtype(dtype)
-        with torch.inference_mode(False):  # otherwise it could not be written to outside of inference mode
+        with torch.inference_mode(False):
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
             self.v = self._values()
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self.length = 0
 
     def _values(self) -> Tensor:
-        """Room for the values, of as many features as the keys."""
         return torch.zeros_like(self.k)
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that fit."""
         return self.k.shape[2]
 
     def append(self, k: Tensor, v: Tensor) -> None:

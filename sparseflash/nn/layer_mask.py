@@ -45,10 +45,9 @@ class LayerMask:
         return "all" if self.given is None else getattr(self.given, "__name__", None) or repr(self.given)
 
     def __call__(self, q_len: int, k_len: int, device: torch.device) -> BlockMask | None:
-        """The mask for these lengths; None: all scores are live."""
         if self.given is None or q_len == 0 or k_len == 0:
             return None
-        if torch.compiler.is_compiling():  # where masks are constants
+        if torch.compiler.is_compiling():
             return self._for(q_len, k_len).to(device)
         if isinstance(self.given, BlockMask) and self._fits(self.given, q_len, k_len, device):
             return self.given
@@ -56,9 +55,9 @@ class LayerMask:
             self._made.clear()
 
         def make() -> BlockMask:
-            with torch.inference_mode(False):  # otherwise a later training step could not use it
+            with torch.inference_mode(False):
                 made = self._for(q_len, k_len).to(device)
-            self._captured = Captured(self.given)  # as the function has left it, which may count its calls
+            self._captured = Captured(self.given)
             return made
 
         return once(self._made, (q_len, k_len, device), make)
@@ -86,7 +85,7 @@ class LayerMask:
         if mask.shape[1] not in (1, heads):
             raise ValueError(f"mask must be for one head or for the layer's {heads}; got one for {mask.shape[1]}.")
         key = "causal", tokens, device
-        if torch.compiler.is_compiling() or self._made.get(key) is mask:  # checked when the cache was made, or before
+        if torch.compiler.is_compiling() or self._made.get(key) is mask:
             return mask
         if not is_causal(mask):
             raise ValueError(

@@ -132,18 +132,16 @@ class SparseSelfAttention(Heads):
     ) -> Tensor:
         """Attention within each sequence of x.
 
-        Args:
-            x: `[B, N, embed_dim]`.
-            lengths: tokens of each sequence, integers `[B]`; later tokens are padding. They are not seen, their output
-                is the bias of `out`, and their features must be finite.
-            positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
-            mask: replaces the layer's mask.
-            cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only,
-                without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
-                to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
-                `"blockwise"`, which cannot decode, make a mask for every call.
-            scores: score modifications, as for `attention`; with a cache, as for `decode.attention_with_cache`. A model
-                keeps their learned tensors as parameters: `layer(x, scores=scores.alibi(self.slopes))`.
+        lengths: tokens of each sequence, integers `[B]`; later tokens are padding. They are not seen, their output
+            is the bias of `out`, and their features must be finite.
+        positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
+        mask: replaces the layer's mask.
+        cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only,
+            without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
+            to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
+            `"blockwise"`, which cannot decode, make a mask for every call.
+        scores: score modifications, as for `attention`; with a cache, as for `decode.attention_with_cache`. A model
+            keeps their learned tensors as parameters: `layer(x, scores=scores.alibi(self.slopes))`.
         """
         if others:
             refuse(others, "SparseSelfAttention", REMEDIES)
@@ -179,7 +177,7 @@ class SparseSelfAttention(Heads):
     def _with_cache(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scores: Scores | Change | None
     ) -> Tensor:  # fmt: skip
-        """The output for tokens that are added to the cache. If anything fails, the cache is left as it was."""
+        """If anything fails, the cache is left as it was."""
         if self.training or torch.is_grad_enabled():
             raise ValueError(
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
@@ -199,7 +197,6 @@ class SparseSelfAttention(Heads):
     def _attend_to_cache(
         self, q: Tensor, cache: KVCache, start: int, mask: BlockMask, scores: Scores | Change | None
     ) -> Tensor:  # fmt: skip
-        """Attention of the queries [B, Hq, N, D] of the tokens of a cache from `start` on."""
         if q.shape[2] == 0:
             return q
         backend = self.backend

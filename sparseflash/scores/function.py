@@ -26,12 +26,10 @@ class Function(Change, prepared=False):
     derivative: Callable[..., Tensor] | None = None
     kernel: Any = None  # the same as Triton functions: see `function`
     kernel_derivative: Any = None
-    # The recordings of the functions, by device: kernels are made from them.
     _recorded: BoundedDict = field(default_factory=lambda: BoundedDict(16), repr=False)
 
     @property
     def identity(self) -> object:
-        """Equal for the same functions with other tensors, which share their recordings."""
         return self._recorded
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -56,7 +54,6 @@ class Function(Change, prepared=False):
             if self.derivative is not None:
                 second = recorded(self.derivative, self.given, device, into=found)
                 found, slope = second._replace(output=found.output), second.output
-            # Without the given tensors, which would stay in memory as long as the function.
             kept = self._recorded.put(device, (found._replace(tensors=found.tensors[len(self.given) :]), slope))
         found, slope = kept
         return found._replace(tensors=(*self.given, *found.tensors)), slope
@@ -86,7 +83,7 @@ class Function(Change, prepared=False):
             first = gradient * self._of_each("the derivative", self.derivative, scores.detach(), at)
         leaves = [x for x in (leaf, *tensors) if x.requires_grad]
         _check_leaves(result, leaves)
-        if not leaves or not result.requires_grad:  # it may ignore the score
+        if not leaves or not result.requires_grad:
             return first
         found = list(torch.autograd.grad(result, leaves, gradient, allow_unused=True))
         if self.derivative is None:
@@ -113,7 +110,7 @@ def _check_leaves(result: Tensor, leaves: Sequence[Tensor]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of a node that stands for a leaf
+        leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise ValueError(_CAPTURED)
         rest += [each for each, _ in node.next_functions]
@@ -180,7 +177,6 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    # Dynamo cannot trace the look into closures; backends refuse such tensors, too, but later.
     for each in () if torch.compiler.is_compiling() else (change, derivative):
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:

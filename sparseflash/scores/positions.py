@@ -14,8 +14,6 @@ from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 
-# Functions of places in a call that call functions of positions, kept so that each is recorded once and not at every
-# step.
 _placed = BoundedDict(32)
 
 
@@ -30,7 +28,7 @@ class Packed:
     def __init__(self, q_sums: tuple[int, ...], k_sums: tuple[int, ...]) -> None:
         self.q_sums, self.k_sums = q_sums, k_sums
         sizes = list(zip(pairwise(q_sums), pairwise(k_sums), strict=True))
-        # (queries, keys, shift) of each sequence with scores. Its last query is at the position of its last key.
+        # Its last query is at the position of its last key.
         self._live = [
             (q_stop - q_start, k_stop - k_start, k_stop - q_stop)
             for (q_start, q_stop), (k_start, k_stop) in sizes
@@ -78,19 +76,18 @@ class Packed:
 
 
 def _spread(values: list[int], counts: list[int], device: torch.device) -> Tensor:
-    """Each value as often as its count says, int64."""
     given, repeats = (torch.tensor(x, dtype=torch.int64, device=device) for x in (values, counts))
     return given.repeat_interleave(repeats, output_size=sum(counts))
 
 
-_places = BoundedDict(16)  # by running sums and device
+_places = BoundedDict(16)
 
 
 def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
     """`Packed.places`, made once for all layers."""
 
     def make() -> tuple[Tensor, ...]:
-        with torch.inference_mode(False):  # otherwise a later training step could not use them
+        with torch.inference_mode(False):
             with contents_when_faking():
                 made = sequences.places(torch.device("cpu"))
             return tuple(x.to(device) for x in made)
@@ -115,7 +112,6 @@ def with_positions(
 
 
 def _of_places(distance: Distance | None, function: Function | None, shift: int, is_packed: bool) -> Function:
-    """The function of `with_positions`, without its tensors."""
     is_log = None if distance is None else distance.is_log
 
     def placed(change: Callable[..., Tensor] | None) -> Callable[..., Tensor]:

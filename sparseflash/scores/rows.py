@@ -13,7 +13,7 @@ from sparseflash.scores.change import Change, Scores, Sizes
 from sparseflash.scores.function import Function, function
 
 _REFUSED = "tile_bias, which has values for the tiles of a mask that stays the same"
-_functions = BoundedDict(32)  # functions of rows, by `_Rule` and the identity of a user's function
+_functions = BoundedDict(32)
 
 
 def in_rows(
@@ -39,7 +39,7 @@ def in_rows(
     by_place: dict[str, Change] = {}
     logits = None
     group = sizes.heads // kv_heads
-    if given.find("tile_bias") is not None:  # before it is checked against a mask
+    if given.find("tile_bias") is not None:
         _refuse(_REFUSED)
     for change in given.prepared(sizes).changes:
         if change.kind in ("distance", "relative", "function"):
@@ -69,8 +69,6 @@ def in_rows(
 
 
 class _Rule(NamedTuple):
-    """What a function of rows computes, but for its tensors."""
-
     group: int
     rows: int
     shift: int
@@ -79,7 +77,6 @@ class _Rule(NamedTuple):
     has_tokens: bool
 
     def made(self, own: Function | None) -> Function:
-        """own: the user's function, which gets the changed score, the head, and the positions of query and key."""
         # Not `own` itself, whose tensors would stay in memory with the function.
         own_change, own_slope = (None, None) if own is None else (own.function, own.derivative)
 
@@ -118,7 +115,6 @@ class _Rule(NamedTuple):
 def _of_places(
     given: dict[str, Change], sizes: Sizes, kv_heads: int, rows: int, tokens: Tensor | None
 ) -> Function:  # fmt: skip
-    """One function of the row, instead of changes whose numbers depend on the head and the positions."""
     tensors: list[Tensor] = [] if tokens is None else [tokens]
     is_log, own = None, given.get("function")
     if distance := given.get("distance"):
@@ -147,13 +143,11 @@ def _kept(rule: _Rule, own: Function | None) -> Function:
 
 
 def _of_rows(x: Tensor, kv_heads: int, rows: int) -> Tensor:
-    """`[Hq, ...]` as `[Hkv, rows, ...]`."""
     x = x.unflatten(0, (kv_heads, -1))
     return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]))
 
 
 def _rows(x: Tensor, kv_heads: int, rows: int, value: float) -> Tensor:
-    """`[B, Hq, Nq]` as `[B, Hkv, Nq * rows]`."""
     x = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
     return torch.nn.functional.pad(x, (0, rows - x.shape[-1]), value=value).flatten(2, 3)
 

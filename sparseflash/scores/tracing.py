@@ -31,14 +31,13 @@ class Recorded(NamedTuple):
 
 
 class _Call:
-    """A call of one of PyTorch's operators. Its arguments are earlier calls, tensors from outside, or numbers."""
+    """Its arguments are earlier calls, tensors from outside, or numbers."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.name, self.args, self.kwargs, self.result = name, args, kwargs, result
 
 
 def _is_computed(x: Any) -> bool:
-    """Whether it is an input or depends on one, unlike a tensor that the function makes of a number."""
     return isinstance(x, _Call) and not x.name.startswith("lift_fresh")
 
 
@@ -57,7 +56,6 @@ def recorded(
 
     Raises ValueError for everything that kernels do not take according to `scores.function`.
     """
-    # Dynamo cannot trace the recording. A decorator would import Dynamo for every user.
     record = torch.compiler.disable(_recorded) if torch.compiler.is_dynamo_compiling() else _recorded
     return record(function, given, device, into, may_capture_learned)
 
@@ -67,7 +65,7 @@ def _recorded(
     function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None,
     may_capture_learned: bool,
 ) -> Recorded:  # fmt: skip
-    # Scalar tensors, as the function is written for. Their values do not matter, because none is read.
+    # Their values do not matter, because none is read.
     places = [torch.zeros((), dtype=torch.int64, device=device) for _ in PLACES]
     calls = _Calls([torch.zeros((), device=device), *places, *(x.detach() for x in given)])
     try:
@@ -122,7 +120,6 @@ class _Calls(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """True, or else PyTorch imports its compiler at the first call. Nothing here is called from compiled code."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -134,8 +131,6 @@ class _Calls(TorchDispatchMode):
             raise Refused(_NO_GRADIENTS)
         call = _Call(name, tree_map(self.of, args), tree_map(self.of, kwargs), func(*args, **kwargs))
         results = [x for x in tree_iter(call.result) if isinstance(x, Tensor)]
-        # Numbers of captured tensors, and of tensors made of numbers, are constants, as are numbers read without
-        # PyTorch. Other numbers would depend on these inputs. (The shape of an index is checked by itself.)
         is_shape = torch.Tag.dynamic_output_shape in func.tags and name != "index"
         if (is_shape or not results) and any(map(_is_computed, tree_iter((call.args, call.kwargs)))):
             raise Refused(_NUMBER)
@@ -148,7 +143,6 @@ class _Calls(TorchDispatchMode):
         return self._of.get(id(x), x) if isinstance(x, Tensor) else x
 
     def needed_for(self, result: Any) -> list[_Call]:
-        """The calls that a result needs, in their order."""
         needed = {id(result)}
         for call in reversed(self.made):
             if id(call) in needed:
@@ -208,7 +202,7 @@ class _Recorder:
 
     def _called(self, call: _Call) -> int | _Entries:
         name = call.name
-        if name.startswith("lift_fresh"):  # torch.tensor(...) inside the function
+        if name.startswith("lift_fresh"):
             return self._literal(call.result)
         if name in SAME:
             return self._value(call.args[0])
@@ -219,7 +213,7 @@ class _Recorder:
         if name in ("dot", "vdot"):
             return self._dot(*map(self._value, call.args))
         if name == "_to_copy" and isinstance(self._value(call.args[0]), _Entries) and call.result.is_floating_point():
-            return self._value(call.args[0])  # kernels read entries of all floating dtypes as fp32
+            return self._value(call.args[0])
         if name not in RECORDED:
             raise Refused(f"{name}, which is none of them")
         named = {key: each for key, each in call.kwargs.items() if key not in ("device", "layout", "pin_memory")}
@@ -229,7 +223,6 @@ class _Recorder:
             raise Refused(f"{name} with other arguments than tensors and numbers") from error
 
     def _dot(self, *rows: int | _Entries) -> int:
-        """The product of two rows of tensors, each of which has one dimension without an index, as a sum."""
         entries = [each for each in rows if isinstance(each, _Entries)]
         free = [each.indices.index(None) for each in entries]
         size = self._tensors[entries[0].tensor].shape[free[0]]

@@ -35,7 +35,7 @@ class SelectionLayer(Heads):
     """
 
     pairs = 1  # keys and values that a token has: one of each for every branch
-    unrotated = 0  # the first key heads, which `rotary` does not rotate
+    unrotated = 0
     aligned = 1  # packed documents begin at multiples of this number of tokens
 
     def __init__(
@@ -56,7 +56,6 @@ class SelectionLayer(Heads):
     def make_projections(
         self, bias: bool, qk_norm: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:  # fmt: skip
-        """Makes `qkv`, `out` and the norms."""
         pairs = self.pairs * self.kv_heads
         features = (self.num_heads + pairs) * self.head_dim + pairs * self.value_dim
         self.qkv = nn.Linear(self.embed_dim, features, bias=bias, device=device, dtype=dtype)
@@ -66,17 +65,14 @@ class SelectionLayer(Heads):
 
     @property
     def rotated_dim(self) -> int:
-        """Features of a query that `rotary` rotates."""
         return self.head_dim
 
     @property
     def group(self) -> int:
-        """Query heads for each key head."""
         return self.num_heads // self.kv_heads
 
     @property
     def how(self) -> How:
-        """The arguments of all attention of the layer."""
         return How(self.scale, self.backend)
 
     def extra_repr(self) -> str:
@@ -85,11 +81,9 @@ class SelectionLayer(Heads):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """The attention `[B, Hq, N, Dv]` of queries q to keys and values `[B, pairs * Hkv, Nk, D or Dv]`."""
         raise NotImplementedError
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
-        """What the cache holds besides keys and values: see `SelectionCache`."""
         return {}
 
     def new_cache(
@@ -112,13 +106,12 @@ class SelectionLayer(Heads):
     ) -> Tensor:  # fmt: skip
         """Attention within x, or within each of the sequences that are packed in it.
 
-        Args:
-            x: `[B, N, embed_dim]`.
-            cu_seqlens: running sums of the lengths of sequences that lie one behind the other in x `[1, N, embed_dim]`,
-                beginning with 0. No sequence sees or chooses keys of another. They are read on the host: pass them on
-                the CPU. In compiled code they break the graph.
-            cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only.
-            context: x holds this rank's tokens of a sequence that lies on several ranks.
+        x: `[B, N, embed_dim]`.
+        cu_seqlens: running sums of the lengths of sequences that lie one behind the other in x `[1, N, embed_dim]`,
+            beginning with 0. No sequence sees or chooses keys of another. They are read on the host: pass them on
+            the CPU. In compiled code they break the graph.
+        cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only.
+        context: x holds this rank's tokens of a sequence that lies on several ranks.
         """
         if others:
             refuse(others, type(self).__name__, _REMEDIES)
@@ -154,7 +147,6 @@ class SelectionLayer(Heads):
         return None if self.rotary is None else self.rotary(frame.positions(places))
 
     def project(self, x: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[B, Hq, N, D]`, and keys and values `[B, pairs * Hkv, N, D or Dv]` of the tokens x."""
         pairs = self.pairs * self.kv_heads
         queries_and_keys, values = self.qkv(x).tensor_split([(self.num_heads + pairs) * self.head_dim], -1)
         q, k = self.split(queries_and_keys, self.num_heads, pairs)
@@ -169,7 +161,6 @@ class SelectionLayer(Heads):
         return q, k, v
 
     def merged(self, mixed: Tensor) -> Tensor:
-        """What `out` projects, `[B, N, features]`, of the heads `[B, Hq, N, Dv]`."""
         return mixed.transpose(1, 2).flatten(2)
 
     def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
@@ -181,7 +172,7 @@ class SelectionLayer(Heads):
             room = slice(None) if frame.lengths is not None else slice(frame.k_len)
             mixed = self.mix(x, q.to(cache.k.dtype), cache.k[:, :, room], cache.v[:, :, room], frame, cache)
         except BaseException:
-            cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
+            cache.truncate(frame.start)
             raise
         return self.merged(mixed.to(q.dtype))
 

@@ -97,7 +97,6 @@ class NativeSparseAttention(SelectionLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """See `SelectionLayer.mix`."""
         k_cmp, k_slc, k_win = k.split(self.kv_heads, 1)
         v_cmp, v_slc, v_win = v.split(self.kv_heads, 1)
         k_blocks, v_blocks = (
@@ -123,8 +122,6 @@ class NativeSparseAttention(SelectionLayer):
         blocks, count = -(-frame.k_len // self.block), k_blocks.shape[2]
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         pieces, parts = self.compression // self.stride, self.block // self.stride
-        # Pieces of a block of compressed keys that lie in a block: of the one that begins `pieces - 1` strides before
-        # it, one; and so on.
         shares = F.conv1d(
             torch.ones(1, 1, parts, device=q.device), torch.ones(1, 1, pieces, device=q.device), padding=pieces - 1
         ).view(-1)
@@ -142,7 +139,6 @@ class NativeSparseAttention(SelectionLayer):
         )  # fmt: skip
 
     def _compressed(self, x: Tensor, which: int) -> Tensor:
-        """One row for each block of `x [B, Hkv, n, l, D]`."""
         mlp: Tensor = self.compress[which]((x + self.places[which].to(x.dtype)).flatten(3))
         return x.mean(3) + mlp
 

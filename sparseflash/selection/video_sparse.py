@@ -85,14 +85,12 @@ class VideoSparseAttention(Heads):
     ) -> Tensor:  # fmt: skip
         """Attention within a video, or within each of several.
 
-        Args:
-            x: `[B, N, embed_dim]`.
-            shape: frames, rows and columns of the video; or a list of them, one for each of the videos that lie one
-                behind the other in x. No video sees or chooses cubes of another.
-            text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.
-                All tokens see their text, and text sees all of its video. It is in no cube: it is no part of a choice,
-                and has no coarse attention.
-            rotation: of queries and keys, `(cosine, sine)` as `nn.rotate` takes them.
+        shape: frames, rows and columns of the video; or a list of them, one for each of the videos that lie one
+            behind the other in x. No video sees or chooses cubes of another.
+        text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.
+            All tokens see their text, and text sees all of its video. It is in no cube: it is no part of a choice,
+            and has no coarse attention.
+        rotation: of queries and keys, `(cosine, sine)` as `nn.rotate` takes them.
         """
         if others:
             refuse(others, "VideoSparseAttention", _REMEDIES)
@@ -117,7 +115,7 @@ class VideoSparseAttention(Heads):
             for y in (q, k, v)
         )
         coarse = attention(q_mean, k_mean, v_mean, cubes.within, scale=self.scale, backend=self.backend)
-        coarse = F.pad(coarse, (0, 0, 1, 0)).index_select(2, cubes.number)  # 0 for text
+        coarse = F.pad(coarse, (0, 0, 1, 0)).index_select(2, cubes.number)
 
         def fine_of(q: Tensor, mask: BlockMask | None) -> Tensor:
             padding = None if cubes.padding is None else scores.key_bias(cubes.padding)
@@ -144,12 +142,11 @@ class VideoSparseAttention(Heads):
         return BlockMask.from_block_index(index, block=self.volume, q_len=room, k_len=cubes.text + room)
 
     def layout(self, shape: Shape | Sequence[Shape], text: int | Sequence[int], x: Tensor) -> Cubes:
-        """Where the tokens of x lie; see `forward`."""
         shapes, texts = zip(*shapes_of(shape, text, x.shape[1]), strict=True)
         key = shapes, texts, self.cube, x.device
 
         def make() -> Cubes:
-            with torch.inference_mode(False):  # otherwise a later training step could not use it
+            with torch.inference_mode(False):
                 return cubes_of(shapes, texts, self.cube, x.device)
 
         return once(_layouts, key, make)

@@ -42,7 +42,6 @@ class Inputs:
     dlse: Tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in another dtype."""
         return Inputs(*(x.detach().to(dtype) for x in self._tensors()))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,11 +89,9 @@ class Changes:
 
     @property
     def learned(self) -> dict[str, Tensor]:
-        """The tensors that require grad, under the names of their gradients."""
         return {f"d{number}": x for number, x in enumerate(self.scores.tensors()) if x.requires_grad}
 
     def to(self, dtype: torch.dtype) -> Changes:
-        """The tensors for a computation in that dtype: only for fp64 in another precision than their own."""
         wide = dtype == torch.float64
 
         def cast(x: Tensor) -> Tensor:
@@ -105,11 +102,9 @@ class Changes:
         return replace(self, scores=self.scores.with_tensors([cast(x) for x in self.scores.tensors()]))
 
     def prepared(self, device: torch.device) -> Scores:
-        """The modifications as the reference takes them."""
         return self.scores.prepared(Sizes(*self.sizes, device, self.mask))
 
     def place(self, shape: Sequence[int], rows: slice, keys: Tensor) -> Place:
-        """The places of scores of some rows and keys, for the batch elements and heads of `shape`."""
         batch, head = (torch.arange(n, device=keys.device) + first for n, first in zip(shape, self.first))
         query = torch.arange(rows.start, rows.stop, device=keys.device)
         shift = self.sizes[3] - self.sizes[2]
@@ -252,7 +247,6 @@ def largest_score(inputs: Inputs, scale: float | None = None) -> float:
 
 
 def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> Iterator[slice]:
-    """The rows to compute at a time, so that their scores fit in memory: whole blocks, so that crops need no shift."""
     q_len, block = inputs.q.shape[2], 128 if mask is None else mask.block_q
     step = max(1, _rows_at_once(inputs) // block)
     blocks = range(-(-q_len // block)) if part is None else part.rows.nonzero()[:, 0].tolist()

@@ -30,13 +30,11 @@ class Part:
         return bool(self.rows.all()) and bool(self.columns.all())
 
     def of(self, name: str, result: Tensor) -> Tensor:
-        """The compared part of a result, `[..., N]` for lse and `[..., N, D]` for the others."""
         dim = result.ndim - (1 if name == "lse" else 2)
         tokens = self.tokens(name)[: result.shape[dim]].nonzero()[:, 0]
         return result.index_select(dim, tokens.to(result.device))
 
     def tokens(self, name: str) -> Tensor:
-        """The tokens whose result is compared: bool `[N]`, with N rounded up to whole blocks."""
         if name in ("dk", "dv"):
             return self.columns.repeat_interleave(self.block_k)
         return self.rows.repeat_interleave(self.block_q)
@@ -68,7 +66,6 @@ def sampled_part(layout: Tensor, block_q: int, block_k: int, *, blocks: int, see
         chosen.append(some.to(layout.device))
     rows, columns = chosen
     rows |= layout[:, columns].any(1)
-    # Gradients are complete for the key blocks that only chosen rows see.
     return Part(rows, ~layout[~rows].any(0), block_q, block_k)
 
 

@@ -83,7 +83,6 @@ def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
 
-    Args:
         queries: queries of all heads that see a key (`live_queries`).
         scores: the scores of these queries.
         learned: whether gradients of tensors of score modifications are judged, too, which may be one number a head.
@@ -126,7 +125,6 @@ def _rms_error(got: Tensor, truth: Tensor) -> float:
 
 
 def _apart(got: Tensor, truth: Tensor) -> Tensor | None:
-    """The differences where the truth is finite; None if `got` has a NaN, or other infinities than the truth."""
     got, truth = got.detach().double(), truth.detach().double()
     infinite = truth.isinf()
     if bool(infinite.any()):
