@@ -138,8 +138,7 @@ def add_seed(path: Path | str, run: Run, measurements: Iterable[Measurement]) ->
     """Adds the measurements of one seed to a file, and returns all that it holds now.
 
     A value becomes the mean over all seeds in the file, and its spread their standard deviation over the mean; the
-    settings `runs` and `run_seeds` keep the single values. Raises ValueError for a seed that is there already, and for
-    another device, commit or version than the file's.
+    settings `runs` and `run_seeds` keep the single values.
     """
     path = Path(path)
     if run.seed is None:

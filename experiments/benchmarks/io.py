@@ -194,7 +194,6 @@ class Counted:
 
 
 def counted(case: Case, which: str) -> Counted:
-    """Raises NoCountersError if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NoCountersError("ncu is not installed")

@@ -37,7 +37,7 @@ def parsed(text: str) -> list[Case]:
     [Case(preset='124M', context=2048, pattern='dense', attention='sparseflash', recorded=False),
      Case(preset='124M', context=512, pattern='dense', attention='sparseflash', recorded=False)]
 
-    + joins alternating layers. Raises ValueError for anything else.
+    + joins alternating layers.
     """
     words = parts(text, ":")
     fields = [parts(field, ",") for field in (*words[:2], ":".join(words[2:-1]), words[-1])]

@@ -56,8 +56,7 @@ def configs_of(
 ) -> dict[str, Config]:
     """The settings of every run, by name: each case with each learning rate and each seed.
 
-    rates: peaks of the learning rate; none: the preset's. tuned: instead of them, the peak of each case. Raises
-    ValueError for a case that was not tuned.
+    rates: peaks of the learning rate; none: the preset's. tuned: instead of them, the peak of each case.
     """
     found = {}
     for case in cases:
@@ -102,7 +101,6 @@ def tuned_in(folder: Path, cases: Iterable[Case]) -> dict[Case, float]:
 def train_all(
     configs: Mapping[str, Config], store: Store, out: Path, pause: Pause, facts: Mapping[str, str], console: Console
 ) -> bool:
-    """Raises ValueError if a folder holds a run of other settings or another text."""
     for name, config in configs.items():
         _check_same(out / name, config, store)
     trained = False

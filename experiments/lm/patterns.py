@@ -29,8 +29,7 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    window: of "local", in tokens, the query included. heads: that a rule distinguishes. Raises ValueError if the name
-    gives no mask of this length.
+    window: of "local", in tokens, the query included. heads: that a rule distinguishes.
     """
     named = {
         "dense": lambda: masks.causal(length, block=block),

@@ -126,7 +126,6 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
 
 
 def check_recordable(device: torch.device, processes: int = 1) -> None:
-    """Raises ValueError unless steps can be CUDA graphs."""
     if device.type != "cuda" or processes > 1:
         raise ValueError(
             f"--recorded must have one process on a GPU, whose steps become CUDA graphs; got {processes} on "

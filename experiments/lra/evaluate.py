@@ -33,10 +33,7 @@ from experiments.training.reading import reading
 
 
 def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[Classifier, Config, dict[str, Any]]:
-    """mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run.
-
-    Raises ValueError for a file with other contents.
-    """
+    """mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run."""
     found, about = tensor_files.read(path, weights.KIND, "config", "cost")
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
         config = replace(from_saved(about["config"]), compiled=False, recorded=False, context_parallel=1)
@@ -74,7 +71,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
-    Losses are mean cross-entropies in nats. Raises ValueError for data that the model may have been trained on.
+    Losses are mean cross-entropies in nats.
     """
     check_disjoint(path, about.get("seen"), fingerprint(data))
     device = next(model.parameters()).device

@@ -17,7 +17,6 @@ def settings(config: Config, data: Path) -> dict[str, Any]:
 
 
 def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
-    """Raises ValueError for other settings or data."""
     saved = folder / SETTINGS
     if not saved.exists():
         return None, False

@@ -61,10 +61,7 @@ def store(path: Path, folder: Path) -> Path:
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
-    """Into a model's encoder, and other parts of equal shape.
-
-    Raises FileNotFoundError, and ValueError for another kind or encoder, or training on another split of the data.
-    """
+    """Into a model's encoder, and other parts of equal shape."""
     found, about = tensor_files.read(path, KIND, "config", "cost")
     own = model.state_dict()
     encoder, others = ({name for name in names if not name.startswith(_HEADS)} for names in (own, found))
@@ -97,7 +94,6 @@ def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises ValueError if the weights would have another meaning."""
     for name, meaning in _MEANINGS.items():
         was, now = meaning(there), meaning(here)
         if was != now:

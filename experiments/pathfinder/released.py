@@ -31,7 +31,7 @@ def find(name: str, folder: Path, fold: str) -> Path:
     """One fold of pathfinder<R>: in `folder`, or in the nested folders of the released archive.
 
     The archive holds two different folders pathfinder128. Published results use the innermost; the outer one is easier
-    (Long Range Arena, issue 38). Raises ValueError if others lie beside it.
+    (Long Range Arena, issue 38).
     """
     advice = (
         f"place {name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "

@@ -27,10 +27,8 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_disjoint(path: object, seen: Sequence[Mapping[str, str]] | None, here: Mapping[str, str]) -> None:
-    """Raises ValueError if weights were trained on splits of the examples that would test them.
-
-    seen: fingerprints of the training data of the weights in `path`; None for older weights. Data with equal "origin"
-    may share examples; with equal "hash", splits are equal.
+    """seen: fingerprints of the training data of the weights in `path`; None for older weights. Data with equal
+    "origin" may share examples; with equal "hash", splits are equal.
     """
     for there in seen or ():
         if there["origin"] == here["origin"] and there["hash"] != here["hash"]:

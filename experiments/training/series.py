@@ -48,11 +48,7 @@ def begin(
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """So that --resume needs only the folder.
-
-    Raises FileExistsError if the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError if
-    overwriting would delete the initial weights.
-    """
+    """So that --resume needs only the folder."""
     held = [name for name in (SERIES, SETTINGS) if (folder / name).exists()]
     if held and not (resume or overwrite):
         raise FileExistsError(

@@ -55,10 +55,7 @@ def _numbers(kernel: Any) -> Numbers:
 
 
 def compiled_with(triton: str) -> tuple[str, dict[str, Numbers]]:
-    """triton: a version as "3.6", which pip installs into a cache, or a folder with one.
-
-    Raises RuntimeError if pip fails, or if a kernel does not compile.
-    """
+    """triton: a version as "3.6", which pip installs into a cache, or a folder with one."""
     paths = [str(_folder_of(triton)), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "experiments.benchmarks.compile", "versions", "--here"]

@@ -28,7 +28,6 @@ def recorded_as(implementation: str) -> str:
 
 
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
-    """Raises what Transformers raises, or ValueError where it only warns."""
     shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
     made = copy.deepcopy(model, shared)
     name = implementation

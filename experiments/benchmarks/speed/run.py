@@ -132,10 +132,7 @@ def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
 
 
 def peak_mib(runner: Runner, inputs: Inputs, before: int, device: torch.device) -> float:
-    """Raises Unavailable on a CPU.
-
-    before: bytes that were allocated when the runner was not yet built, `inputs` included.
-    """
+    """before: bytes that were allocated when the runner was not yet built, `inputs` included."""
     if device.type != "cuda":
         raise Unavailable("PyTorch counts memory on a CUDA device only")
     with runner.context():

@@ -69,7 +69,6 @@ def find(
     """Each text once; near copies are kept.
 
     suffixes: such as .py; empty: all. excluded: folders. packages: join the files below each folder inside `folders`.
-    Raises FileNotFoundError, and ValueError if no text is found.
     """
     known: dict[bytes, Document] = {}
     skipped = duplicates = 0

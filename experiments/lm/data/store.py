@@ -74,7 +74,6 @@ class Store:
 
 
 def opened(folder: Path) -> Store:
-    """Raises FileNotFoundError if the folder holds none."""
     path = folder / ABOUT
     if not path.is_file():
         raise FileNotFoundError(f"there are no tokens in {folder}")

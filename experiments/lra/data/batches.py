@@ -134,7 +134,6 @@ def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
 
 
 def check_images(examples: Examples, shape: Shape) -> None:
-    """Raises ValueError if an image has more pixels than a row has tokens, so that a run fails at its start."""
     if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
         check_pixels(int(live_counts(examples).max()), shape)
 

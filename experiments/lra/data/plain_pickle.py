@@ -45,8 +45,6 @@ def read(contents: bytes) -> Any:
     >>> import pickle
     >>> read(pickle.dumps({b"labels": [3, 4], b"data": np.arange(4, dtype=np.uint8)}, protocol=2))
     {b'labels': [3, 4], b'data': array([0, 1, 2, 3], dtype=uint8)}
-
-    Raises ValueError for any other contents.
     """
     try:
         return _followed(contents)

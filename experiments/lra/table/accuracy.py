@@ -79,7 +79,6 @@ class Run:
 
 
 def collect(folder: Path) -> list[Accuracy]:
-    """Raises ValueError if two runs with equal settings have the same seed, or if a file is damaged."""
     groups: dict[str, list[Run]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "config")

@@ -48,7 +48,6 @@ class Training:
         return max(by_step, by_time)
 
     def train(self, batches: Iterator[Batch], report: Callable[[Record], None] = lambda record: None) -> None:
-        """Raises FloatingPointError if the loss is not a number."""
         config = self.config
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.model.train()
