@@ -108,7 +108,6 @@ def current_run(
 
 
 def run_of(facts: Mapping[str, str], *, seed: int | None = None, helped: Iterable[str] = ()) -> Run:
-    """The run that `experiments.training.environment.environment` described; further facts are versions."""
     import sparseflash
 
     versions = {name: fact for name, fact in facts.items() if name not in _OWN}

@@ -64,7 +64,6 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Full collections then skip millions of objects."""
     gc.freeze()
 
 

@@ -357,7 +357,6 @@ def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
 
 
 def run_without_the_interpreter(program):
-    """Triton chooses its mode when it is imported."""
     prelude = "import torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
     done = python("-c", prelude + program)
     assert done.returncode == 0, done.stderr

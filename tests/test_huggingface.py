@@ -353,7 +353,6 @@ def test_dropout_is_that_of_training():
 
 @pytest.fixture
 def compiles_anew():
-    """Without PyTorch's limit of compilations."""
     torch.compiler.reset()
 
 

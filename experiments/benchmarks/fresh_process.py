@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
-    """The result, decoded from JSON."""
     module = function.__module__
     if module == "__main__":
         module = sys.modules[module].__spec__.name

@@ -46,8 +46,6 @@ class Options:
 
 @dataclass
 class Row:
-    """`failure`: the reason for missing numbers."""
-
     case: Case
     parameters: int = 0
     density: float = float("nan")  # live scores, mean of the layers

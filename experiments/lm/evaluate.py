@@ -53,7 +53,6 @@ def losses(
     documents: DocumentMasks | None,
     together: int,
 ) -> Losses:
-    """together: sequences of a forward."""
     count = min((len(part) - 1) // config.context, max(1, config.validation_tokens // config.context))
     shares = ranks.data_parallel_ranks
     count = count // shares * shares

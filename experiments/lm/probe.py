@@ -56,7 +56,6 @@ def measured(
     model: LanguageModel, part: Part, tokenizer: Tokenizer, context: int, *, examples: int = 16, seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Found]:  # fmt: skip
-    """A tokenizer of bytes has no names."""
     if len(part) < 2 * context:
         raise ValueError(f"the text of a probe must have two contexts, {2 * context:,} tokens; it has {len(part):,}")
     found = []

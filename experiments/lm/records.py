@@ -37,7 +37,6 @@ def record(path: Path | None, run: Run, metrics: Mapping[str, Any]) -> None:
 
 
 def record_steps(path: Path | None, run: Run, rows: Sequence[Row]) -> None:
-    """Writes the measured steps of `bench`: lm-speed/MODEL/CONTEXT/PATTERN/WHAT/WAY."""
     if path is None:
         return
     found = []

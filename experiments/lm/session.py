@@ -21,7 +21,6 @@ def standard_library() -> Path:
 
 
 def find_tokens(config: Config, data: Path, ranks: Ranks, console: Console) -> Store:
-    """The first process makes them if they are missing."""
     return ranks.first_before_others(
         lambda: tokens_of(data, config.vocabulary, lambda text: console.print(text, soft_wrap=True, highlight=False))
     )

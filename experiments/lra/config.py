@@ -243,7 +243,6 @@ def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
 
 
 def from_saved(saved: dict[str, Any]) -> Config:
-    """Also of older versions with fewer settings."""
     return Config(**{"buckets": False, **saved})
 
 

@@ -58,7 +58,6 @@ def hidden_for_training(
 
 
 def hidden_for_scoring(batches: Iterable[Batch], shape: Shape, share: float, numbers: Iterable[int]) -> Iterator[Batch]:
-    """A batch always has the same hidden tokens."""
     for number, batch in zip(numbers, batches):
         yield hide(batch, share, np.random.default_rng([_SCORING, number]), shape.first)
 

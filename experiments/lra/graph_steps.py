@@ -21,8 +21,6 @@ MOST_SHAPES = 40
 
 
 class BatchShape(NamedTuple):
-    """Sequences that fill the shape need no padding mask."""
-
     ids: tuple[int, ...]
     padded: bool
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def final_metrics(run: Run) -> dict[str, Any]:
-    """Losses in nats, times in seconds."""
     trained, test = run.log.of_kind("train"), run.log.of_kind("test")[-1]
     denoises = run.config.objective == "denoise"
     guessing = frequency_baseline(run.data, run.shape) if denoises else majority(run.data)

@@ -96,7 +96,6 @@ RENDERINGS: dict[str, Rendering] = {
 
 
 def drawn_rendering(random: np.random.Generator) -> Rendering:
-    """For training; one in eight is this project's rule."""
     if random.random() < 1 / 8:
         return Rendering()
     lines = (1.0, None, float(random.uniform(0.7, 1.25)))[random.integers(3)]

@@ -95,7 +95,6 @@ RULES = {"marker distance": 1, "distance and end dashes": 5}  # features
 
 
 def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
-    """Gradient boosting, cross-validated on fifths of the images."""
     return [evaluate(rule, examples.features[:, :, :count], examples.labels, seed) for rule, count in RULES.items()]
 
 

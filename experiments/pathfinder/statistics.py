@@ -14,8 +14,6 @@ IMAGES_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over images and its standard error."""
-
     mean: float
     error: float
 

@@ -135,7 +135,6 @@ def lines(parameters: Parameters, margin: int) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def digest(parameters: Parameters) -> str:
-    """Another version of Pillow might draw other images."""
     found = blake2b(digest_size=8)
     for margin in parameters.margins:
         found.update(tables(parameters, margin).masks.tobytes())

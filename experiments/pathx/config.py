@@ -219,7 +219,6 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Also of older runs with fewer settings."""
     return Config(**{**BEFORE, **values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
 
 

@@ -124,7 +124,6 @@ def accuracy_of(name: str, found: dict[str, Any]) -> Measurement:
 
 
 def training_images(config: Config) -> str:
-    """The training images of a curriculum, in words."""
     if config.release is not None:
         return "a release's"
     fixed = tuple(stage for stage in config.curriculum if stage.images is not None)

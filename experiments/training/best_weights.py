@@ -10,8 +10,6 @@ from experiments.training.weight_average import Weights, copied, exchanged
 
 
 class BestWeights:
-    """From the best validation; of equal ones, the first."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: Weights = {}

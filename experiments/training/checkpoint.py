@@ -96,7 +96,6 @@ def load(
     best: BestWeights | None = None,
     rank: int = 0,
 ) -> Progress:
-    """Additional processes get new random states."""
     lacking = missing(checkpoint)
     if lacking:
         raise ValueError(f"{checkpoint} must be whole; it lacks {', '.join(lacking)}")

@@ -100,7 +100,6 @@ class Ranks:
         return result
 
     def first_before_others(self, function: Callable[[], T]) -> T:
-        """The first may write files for the others."""
         kept: list[T] = []
 
         def call() -> None:

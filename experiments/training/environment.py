@@ -89,7 +89,6 @@ def _output_of(*command: str) -> str:
 
 
 def triton_version(missing: str = NOT_INSTALLED) -> str:
-    """The imported one, or `missing`; sys.path may hold several."""
     try:
         import triton
     except ModuleNotFoundError:

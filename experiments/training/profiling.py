@@ -13,8 +13,6 @@ from experiments.training.clock import synchronize
 
 
 class KernelCost(NamedTuple):
-    """A kernel or, on a CPU, an operation."""
-
     name: str
     ms: float  # a step, all calls together
     calls: float  # a step

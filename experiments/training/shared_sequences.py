@@ -32,7 +32,6 @@ class SharedSequences:
         self._plans: dict[tuple[int, bool], tuple[BlockMask, ShardPlan]] = {}
 
     def plan(self, mask: BlockMask, like: ShardPlan | None = None) -> ShardPlan:
-        """like: another plan for the same tokens."""
         # Tensors of inference mode cannot be used in training.
         key = id(mask), torch.is_inference_mode_enabled()
         if key not in self._plans:

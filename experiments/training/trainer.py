@@ -152,12 +152,10 @@ class Trainer(ABC, Generic[Batch]):
         return False
 
     def startup_ends(self) -> None:
-        """Time counts from here."""
         return
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """After it, the model holds no process group."""
         with single_host_thread(self.device):
             yield
             if self.shared is not None:
@@ -208,7 +206,6 @@ class Trainer(ABC, Generic[Batch]):
         return chain([first], batches)
 
     def stage_progress(self) -> float:
-        """By steps or by time, whichever is larger."""
         plan, state = self.plan, self.state
         by_step = state.stage_step / plan.steps if plan.steps is not None else 0.0
         if plan.minutes is None:

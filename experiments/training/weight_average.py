@@ -42,10 +42,6 @@ def copied(model: nn.Module) -> Weights:
 
 @contextmanager
 def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Swapped in place.
-
-    CUDA graphs read fixed addresses.
-    """
     _exchange(model, weights)
     try:
         yield

@@ -77,7 +77,6 @@ class Tiles:
         return (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale, queries, keys
 
     def of_live(self, part: Rows, scores: Tensor) -> Tensor:
-        """Sets dead scores to -inf, in place."""
         live = self.live(part)
         return scores if live is None else scores.masked_fill_(~live, -torch.inf)
 

@@ -148,8 +148,6 @@ class Run:
 
 
 class _Once(torch.autograd.Function):
-    """It raises if its gradients are differentiated again."""
-
     @staticmethod
     def forward(
         ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], dout: Tensor, dlse: Tensor | None, *rest: Any

@@ -153,8 +153,6 @@ def attention(
 
 @dataclass(eq=False)
 class _Call:
-    """`changes`, `dropout`: of the whole problem."""
-
     plan: ShardPlan
     scale: float
     changes: Scores

@@ -127,7 +127,6 @@ def shares_of_tiles(mask: BlockMask, counts: Integers) -> NDArray[np.float64] | 
 
 
 def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Integers]]:
-    """same: keys are assigned like queries."""
     count = len(work.rows)
     runs = contiguous(count, ranks)
     yield "contiguous", runs

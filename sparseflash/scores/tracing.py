@@ -192,7 +192,6 @@ class _Recorder:
         return self._entry(_Entries(tensor, (None,) * self._tensors[tensor].ndim))
 
     def _entry(self, entries: _Entries) -> int | _Entries:
-        """A node, if all dimensions have an index."""
         found = [each for each in entries.indices if each is not None]
         if len(found) < len(entries.indices):
             return entries

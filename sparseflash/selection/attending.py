@@ -97,7 +97,6 @@ def over_past(
 def _with_cache(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, frame: Frame, how: How, span: int
 ) -> Tensor:  # fmt: skip
-    """Attention of one token."""
     assert frame.lengths is not None
     kv_heads = k.shape[1]
     turns = index.shape[1] // kv_heads

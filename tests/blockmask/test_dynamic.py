@@ -1,5 +1,3 @@
-"""Masks with unused capacity, dead and equal tiles, equal patterns: they equal their canonical form."""
-
 import dataclasses
 import pickle
 import re

@@ -1,5 +1,3 @@
-"""Sharded attention on GPUs through NCCL; needs two GPUs."""
-
 import pytest
 import torch
 from hypothesis import assume, given, settings

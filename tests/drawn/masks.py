@@ -157,7 +157,6 @@ def _from_function(*, q_len: int, k_len: int, block: tuple[int, int], rule_name:
 
 
 def _documents(*, q_len: int, k_len: int, block: tuple[int, int], cuts: Sequence[int], causal: bool) -> BlockMask:
-    """Cut at these per mille of queries and keys."""
     ends = [sorted(cut * length // 1000 for cut in cuts) for length in (q_len, k_len)]
     lengths = [np.diff([0, *inner, length]) for inner, length in zip(ends, (q_len, k_len))]
     return masks.documents(*lengths, causal=causal, block=block)
@@ -216,7 +215,6 @@ class Recipe:
 def recipes(
     draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 1, heads: int = 1, apart: bool = False
 ) -> Recipe:  # fmt: skip
-    """apart: queries and keys may have different lengths."""
     # from_dense first and twice: failures shrink towards it.
     builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
     block = draw(_blocks(blocks))

@@ -143,8 +143,6 @@ LENGTHS = torch.tensor([170, 33])
 
 
 def cached(page):
-    """`flash_attn_with_kvcache` with three new tokens, in rows or pages."""
-
     def call(q, k, v, new_k, new_v):
         k, v = k.clone(), v.clone()
         table = None

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:
 
 
 def drawn(*shapes, seed=0):
-    """FlexAttention refuses gradients on a CPU."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 

@@ -1,5 +1,3 @@
-"""Masks and score_mods as users of FlexAttention write them, against FlexAttention's own code."""
-
 import re
 from functools import partial
 
@@ -41,7 +39,6 @@ def causal(b, h, q, k):
 
 
 def in_documents(mask_mod, offsets):
-    """attention-gym's `generate_doc_mask_mod`."""
     number = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
 
     def live(b, h, q, k):
@@ -52,7 +49,6 @@ def in_documents(mask_mod, offsets):
 
 
 def batchified(mask_mod, size):
-    """attention-gym's `batchify_mask_mod`."""
     return lambda b, h, q, k: (q // size == k // size) & mask_mod(b, h, q % size, k % size)
 
 

@@ -1,5 +1,3 @@
-"""Megatron-core's own GPT model with our core attention, on a CPU, beside Megatron-core's DotProductAttention."""
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -28,7 +26,6 @@ CAUSAL = torch.ones(1, 1, N, N, dtype=torch.bool).triu(1)  # True: dead
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch):
-    """Megatron-core's own attention asks for CUDA's device and generator."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")

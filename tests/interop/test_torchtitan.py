@@ -1,5 +1,3 @@
-"""torchtitan's own models with our inner attention, on a CPU, beside torchtitan's own attentions."""
-
 from functools import partial
 
 import pytest

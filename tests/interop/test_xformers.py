@@ -1,5 +1,3 @@
-"""xformers' documented rules, and its own masks where it is installed."""
-
 import re
 from types import SimpleNamespace
 

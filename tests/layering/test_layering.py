@@ -179,7 +179,6 @@ def test_only_the_kernels_import_triton(module):
 
 
 def loaded_by(start):
-    """When these are imported, and when their functions run."""
     loaded, waiting = set(start), list(start)
     while waiting:
         imports = MODULES[waiting.pop()]

@@ -38,7 +38,6 @@ def each(shape, values):
 
 
 def natten_axis(n, window, stride, dilation, causal):
-    """csrc/include/natten/cuda/reference/mask.hpp, token by token."""
     seen = np.zeros((n, n), dtype=bool)
     left, right = window // 2, window // 2 + window % 2 - 1
     for q, k in itertools.product(range(n), repeat=2):

@@ -30,8 +30,6 @@ TIMEOUT = 300
 
 
 class Server:
-    """It ends with this one."""
-
     def __init__(self, *modules, environment):
         self._forks = forkserver.ForkServer()
         self._forks.set_forkserver_preload(list(modules))

@@ -1,5 +1,3 @@
-"""The choice by kernels, in Triton's interpreter, is the choice by PyTorch's operations."""
-
 import math
 from unittest import mock
 

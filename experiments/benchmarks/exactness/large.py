@@ -132,7 +132,6 @@ def _out_of_far_tokens(at: Scale) -> Case:
 
 
 def _expanded_keys(at: Scale) -> Case:
-    """Sequence first, expanded to many heads."""
     tokens, batch, heads, dim = at.of(128, 40), at.of(2_100, 2), at.of(64, 3), at.of(128, 16)
     q = at.randn(batch, heads, tokens, dim)
     k, v = (at.randn(tokens, batch, 1, dim).permute(1, 2, 0, 3).expand(batch, heads, tokens, dim) for _ in "kv")

@@ -18,8 +18,6 @@ from experiments.training.environment import command_line
 
 
 class Bench:
-    """Measurements of one run, written after each case."""
-
     def __init__(
         self, name: str, run: Run, out: Path, device: torch.device, *, rounds: int = 3, round_ms: float = 60.0
     ) -> None:
@@ -35,7 +33,6 @@ class Bench:
         cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None,
         program: Sequence[str] = ("python",), seed: int | None = None, packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
-        """The run of `python -m experiments.benchmarks.module`, by default `name`."""
         run_kernels_on(device.partition(":")[0])
         try:
             place = find_device(device)

@@ -118,7 +118,6 @@ def _training_step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
 
 
 def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: nn.Module) -> str:
-    """The first call compiles, the second records the memory."""
     failed = ""
     try:
         seconds, _ = first_call(call, bench.device)

@@ -120,7 +120,6 @@ def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """A palette halves the size of the PNG file."""
     from io import BytesIO
 
     from PIL import Image

@@ -139,7 +139,6 @@ def dense_ways(case: Case, name: str, make: Callable[[dense.Inputs, bool], Calla
 
 
 def flex_ways(case: Case, name: str) -> dict[str, Way]:
-    """FlexAttention, given the choice: the chosen branch alone."""
     shape, (q, k, v, dout) = case.shape, case.inputs
     if shape.shared:
         raise Unavailable("keys that hold their values")

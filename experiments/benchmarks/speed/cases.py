@@ -79,7 +79,6 @@ class Case:
         return found | {name: value for name, value in more.items() if value}
 
     def shrunk(self, length: int, block: int) -> Case:
-        """One sequence, two heads."""
         grouped = self.heads_of_keys < self.heads
         small = replace(self, batch=1, heads=2, kv_heads=1 if grouped else None, length=length, block=block)
         if self.group != ON_REQUEST:

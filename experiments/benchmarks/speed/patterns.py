@@ -15,8 +15,6 @@ from sparseflash.interop.mask_mods import Rule
 
 
 class Pattern(NamedTuple):
-    """rule: of the partial tiles, if there are some."""
-
     mask: BlockMask
     rule: Rule | None = None
 

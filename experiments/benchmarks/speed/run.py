@@ -112,7 +112,6 @@ def inference(runner: Runner) -> Iterator[None]:
 
 
 def call_of(runner: Runner, which: str) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """A backward runs on a graph that is kept."""
     if which == FORWARD:
         return runner.inference(), partial(inference, runner)
     if which == BOTH:

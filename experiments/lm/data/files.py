@@ -48,7 +48,6 @@ class Found:
         return sum(len(document.paths) for document in self.documents)
 
     def limited(self, most: int) -> Found:
-        """The beginnings would select all validation documents first."""
         kept = []
         for document in sorted(self.documents, key=lambda document: document.digest[::-1]):
             most -= document.bytes
@@ -109,7 +108,6 @@ def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]
 
 
 def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
-    """Without hidden files, hidden folders and links."""
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")

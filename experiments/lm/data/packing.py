@@ -15,8 +15,6 @@ from experiments.lm.data.store import Part
 
 @dataclass(frozen=True)
 class Packing:
-    """share: this process's sequences of a batch."""
-
     part: Part
     context: int
     batch: int

@@ -27,7 +27,6 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Te
 
 
 def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """With PyTorch's operations; the logits are kept."""
     scores = logits.float()
     lse = scores.logsumexp(-1, keepdim=True)
     label = labels[:, None]
@@ -78,7 +77,6 @@ def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunks(features: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Logits of a part take at most CHUNK_BYTES."""
     tokens = size = len(features)
     most = max(1, CHUNK_BYTES // (len(weight) * features.element_size()))
     while size > most and size % 2 == 0:

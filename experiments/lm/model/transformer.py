@@ -135,7 +135,6 @@ class Halves(NamedTuple):
 
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
-    """With a graph for each shape."""
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return torch.compile(function, fullgraph=True, dynamic=False)
 

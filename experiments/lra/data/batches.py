@@ -166,7 +166,6 @@ def training_batches(
     turning: Turning | None = None,
     token_labels: Examples | None = None,
 ) -> Iterator[Batch]:
-    """Endless batches for the steps from `first_step` on."""
     for step in count(first_step):
         change = None if turning is None else partial(turning, step)
         yield collate(examples, order.rows(step), shape, change, token_labels)

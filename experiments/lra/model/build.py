@@ -20,7 +20,6 @@ def mask_of(config: Config) -> BlockMask:
 
 
 def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
-    """Weights from the run's seed, on the mask's device."""
     return made_model(config, task, mask).to(mask.device)
 
 

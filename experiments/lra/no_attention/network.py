@@ -47,8 +47,6 @@ class SequenceCNN(nn.Module):
 
 
 class ImageCNN(nn.Module):
-    """The residual network of experiments/pathfinder/cnn."""
-
     def __init__(self, task: Task) -> None:
         super().__init__()
         assert task.side is not None

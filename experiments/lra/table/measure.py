@@ -27,8 +27,6 @@ OK, WRONG, OUT_OF_MEMORY, FAILED, NOT_RUN = "ok", "WRONG", "out of memory", "FAI
 
 @dataclass
 class Row:
-    """One task, one variant, one batch size."""
-
     task: str
     variant: str
     batch: int  # examples per step

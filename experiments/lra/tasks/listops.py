@@ -82,7 +82,6 @@ def root_groups(examples: Examples) -> NDArray[np.int64]:
 
 
 def origin_of(place: Path) -> str:
-    """Overlapping bounds on lengths share some examples."""
     return f"ListOps, generated, seed {read_json(place / LABEL, 'the seed of generated data', 'seed')['seed']}"
 
 

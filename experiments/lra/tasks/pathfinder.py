@@ -91,7 +91,6 @@ def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
 
 
 def generated_origin(parameters: Parameters, seed: int) -> str:
-    """A file is the beginning of a sequence."""
     return f"{parameters.name}, generated, seed {seed}"
 
 

@@ -54,8 +54,6 @@ class Data:
 
 @dataclass(frozen=True)
 class Options:
-    """Each task uses the applicable ones."""
-
     difficulty: str = "hard"  # Pathfinder: easy, intermediate, hard
     split: str = "shuffled"  # Pathfinder: shuffled (S4, MEGA and most others) or ordered
 

@@ -63,7 +63,6 @@ def train(
 
 
 def tested(training: Training, source: Source, file: Path) -> Figure:
-    """Times in seconds, losses in nats."""
     vectors = load(file)
     right, loss = answers(training.model, vectors, training.config, training.device)
     config, parameters = training.config, source.parameters

@@ -25,8 +25,6 @@ class Order:
 
 @dataclass(frozen=True)
 class Batch:
-    """I images; see packing.Packed."""
-
     ids: Tensor  # int16 [B, N]; below 0: padding
     y: Tensor  # int16 [1, N]
     x: Tensor  # int16 [1, N]

@@ -14,7 +14,6 @@ from sparseflash.blockmask import bitmask
 
 @lru_cache(maxsize=32)
 def grid_mask(relation: Relation, side: int, block: int, registers: int = 0) -> BlockMask:
-    """registers: tokens before the pixels, in their own block."""
     if side * side % block:
         raise ValueError(f"an image must have a multiple of {block} pixels; got {side} x {side}")
     mask = _of_pixels(relation, side, block)

@@ -55,7 +55,6 @@ class Relation:
 
     @property
     def order(self) -> str:
-        """By default one with few live tiles."""
         if self.along is not None:
             return self.along
         return self.kind if self.kind in ("rows", "columns") else BASE

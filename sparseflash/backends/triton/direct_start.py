@@ -145,7 +145,6 @@ class Driver(NamedTuple):
 
     @classmethod
     def of_this_machine(cls) -> Driver:
-        """The functions of the installed driver."""
         library = cuda_driver()
         names = "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuTensorMapReplaceAddress"
         return cls(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))

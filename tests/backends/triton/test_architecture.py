@@ -1,5 +1,3 @@
-"""Only `architecture.py` knows generations of GPUs; other modules ask its properties."""
-
 import ast
 import re
 

@@ -63,8 +63,6 @@ class Copy:
 
 
 class World:
-    """A launch. `fenced`: the `unfenced` of every shared allocation."""
-
     def __init__(self, draw, threads):
         self.draw, self.threads = draw, threads
         self.actors, self.copies, self.fenced = [], [], []
@@ -127,7 +125,6 @@ class World:
 
 
 def _taken_lock():
-    """A lock that another thread may release."""
     lock = threading.Lock()
     lock.acquire()
     return lock

@@ -5,8 +5,6 @@ import torch
 
 
 class Block:
-    """Operators are PyTorch's, on blocks and on plain numbers."""
-
     def __init__(self, value):
         self.value = value
         self.type = SimpleNamespace(layout=None)

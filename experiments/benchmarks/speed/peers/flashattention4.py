@@ -90,7 +90,6 @@ def _of_lists(
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The default, which adds gradients in any order."""
     return _runner(case, pattern, inputs)
 
 

@@ -89,6 +89,5 @@ def decode_paged(
 
 
 def decode_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """One new token of one sequence; needs no plan."""
     run = load().single_decode_with_kv_cache
     return lambda: run(q[0, :, 0], k[0], v[0], kv_layout="HND", use_tensor_cores=True)[None, :, None]

@@ -69,5 +69,4 @@ def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 
 def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """Tuned by torch.compile: over a minute for each shape."""
     return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")

@@ -134,7 +134,6 @@ def generate(
 def write_splits(
     rows: Iterator[tuple[str, int]], settings: Settings, folder: Path, progress: Callable[[int], None]
 ) -> None:
-    """A header, then expression, tab, value."""
     written = 0
     for split, size in zip(SPLITS, settings.sizes, strict=True):
         # "\r

@@ -69,7 +69,6 @@ def evaluate(tokens: list[int]) -> int:
 
 
 def apply(operator: int, arguments: list[int]) -> int:
-    """The median of an even number is rounded down."""
     if operator == MIN:
         return min(arguments)
     if operator == MAX:

@@ -258,5 +258,4 @@ class HopperChanged:
 
 
 def examples_of(given: Given) -> Given:
-    """Tensors of the same layout on the meta device."""
     return Given(tuple(map(like, given.tensors)), None if given.described is None else like(given.described))

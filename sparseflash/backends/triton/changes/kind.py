@@ -154,5 +154,4 @@ class Changes:
 
 
 def _key(x: Any) -> str:
-    """In the interpreter, functions have no cache_key."""
     return str(getattr(x, "cache_key", None) or repr(x))

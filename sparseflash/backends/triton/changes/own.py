@@ -39,7 +39,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Calls the function. Keeps its derivative, and the inputs of the gradients of its tensors."""
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
     q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
     scores, slope, more = CHANGES.kinds[NUMBER].CHANGED(
@@ -51,13 +50,11 @@ def apply(
 
 @triton.jit
 def start_rows(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Zero sums for the gradients of tensors indexed by queries."""
     return CHANGES.kinds[NUMBER].SUMS_OF_QUERIES(None, None, None, TILE)
 
 
 @triton.jit
 def start_columns(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Zero sums for the gradients of tensors indexed by keys."""
     return CHANGES.kinds[NUMBER].SUMS_OF_KEYS(None, None, None, TILE)
 
 
@@ -83,7 +80,6 @@ def gradient_columns(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the derivative, and adds to the sums of keys."""
     slope, more = kept
     if CHANGES.kinds[NUMBER].SUMS_OF_KEYS is not None:
         sums = CHANGES.kinds[NUMBER].SUMS_OF_KEYS(sums, ds, more, ds.shape[0])
@@ -94,7 +90,6 @@ def gradient_columns(
 def finish(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the sums of a tile of tokens."""
     at = tl.arange(0, TILE)
     for number in tl.static_range(len(sums)):
         found = sums[number]

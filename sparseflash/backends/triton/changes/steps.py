@@ -81,7 +81,6 @@ def changed_scores(
 
 @triton.jit
 def no_sums(CHANGES: tl.constexpr, TILE: tl.constexpr):
-    """The initial sums of each score modification; () if it keeps none."""
     found = ()
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
@@ -97,7 +96,6 @@ def gradients_before(
     CHANGES: tl.constexpr, changes, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Goes backwards through the score modifications: `(gradient of scale * q k^T, new sums)`."""
     found = ()
     for n in tl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[CHANGES.BACKWARDS[n]].gradient is None:
@@ -115,7 +113,6 @@ def gradients_before(
 def finish(
     CHANGES: tl.constexpr, changes, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the sums of each score modification after the last tile."""
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
             if CHANGES.kinds[i].finish is not None:

@@ -48,7 +48,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the loaded tile."""
     return scores + read.to(tl.float32), ()
 
 
@@ -57,7 +56,6 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of the tile, with 0 for dead scores."""
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     dtiles_ptr, starts_ptr = args.learned
@@ -134,7 +132,6 @@ class TileBiasKind(Kind):
 
 
 def summed_copies(copies: Tensor) -> Tensor:
-    """The sum of the gradients over the copies."""
     return copies[0] if len(copies) == 1 else copies.sum(0)
 
 

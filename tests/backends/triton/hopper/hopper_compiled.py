@@ -74,7 +74,6 @@ def spilled_among_products(sass):
 
 
 def spilled_in_steps(sass):
-    """A branch for partial tiles counts, too."""
     lines = sass.splitlines()
     labels = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"^\s*(\.L_x_\d+):", line))}
     loops = [
@@ -104,7 +103,6 @@ def exponentials_under_products(sass):
 
 
 def stores_of_weights(ptx):
-    """In the emulator a warpgroup is one thread."""
     names = {"stmatrix": "s", "fence.proxy.async": "f", "wgmma.mma_async": "p", "bar.sync 0, 256;": "b"}
     found = re.findall(r"stmatrix|fence\.proxy\.async|wgmma\.mma_async|bar\.sync\s+0, 256;", ptx)
     order = "".join(names[re.sub(r"\s+", " ", each)] for each in found)

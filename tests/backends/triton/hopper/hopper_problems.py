@@ -124,7 +124,6 @@ def interpreted(
 
 
 def run(problem, *, gradients=False, through_lse=True, **how):
-    """Every call makes the mask and the plan anew."""
     q, k, v, dout, dlse = inputs(problem)
     mask = None if problem.recipe is None else problem.recipe.mask()
     return interpreted(
