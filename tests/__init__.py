@@ -9,9 +9,11 @@ Helpers of many folders:
     interpreting/  Triton's interpreter made like a GPU, and an emulator of Gluon's instructions
     compiling/     processes in which Triton compiles
 
-and three tools with tests of their own:
+and five tools with tests of their own:
 
     layering/      which folder may import which
     fuzzing/       random calls of the public API: python -m tests.fuzzing
+    fitting/       whether all kernels fit in shared memory, compiled for several GPUs: python -m tests.fitting
+    limits/        positions past 2^24 and tensors of more than 2^31 elements: python -m tests.limits
     mutations/     whether the tests notice small faults: python -m tests.mutations
 """

@@ -9,7 +9,7 @@ from docs.figures.store import RESULTS
 
 
 def fits(results: Path = RESULTS) -> str:
-    """A sentence on the newest file of `compile fits`."""
+    """A sentence on the newest file of `tests.fitting`."""
     path = max((results / "compile").glob("fits-triton-*.csv"))
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -128,8 +128,7 @@ _EXPERIMENTS = {
     "benchmarks/harness": "benchmarks:timing measurements.py training",
     "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
-    "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
-    "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/exactness": "benchmarks/harness measurements.py training",
     "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",

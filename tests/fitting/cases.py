@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks.compile.changes import change
-from experiments.benchmarks.compile.pairs import pairwise
 from sparseflash import BlockMask, masks, scores
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores
+from tests.fitting.pairs import pairwise
 
 HEADS = 2
 CHANGES = ("none", "few", "any")  # the number of score modifications
