@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +13,24 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Unavailable, Way, chosen
+from experiments.benchmarks.harness import (
+    Bench,
+    Commit,
+    Device,
+    Minutes,
+    Out,
+    Rounds,
+    Unavailable,
+    Way,
+    chosen,
+    deadline,
+)
 from experiments.benchmarks.speed.peers import flashattention4
 from experiments.lm import flops, patterns
 from experiments.lm.model.attention import Attention, attention_over
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from experiments.lm.steps import AccumulatingSteps
 from experiments.lm.steps import Batch as Tokens
-from experiments.measurements import read
 from experiments.training.optimizer import adamw, apply_gradients
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -197,28 +206,13 @@ def ways_of(models: Models, names: list[str]) -> dict[str, Way]:
     return ways
 
 
-def go_on(bench: Bench, cases: list[Case]) -> list[Case]:
-    if not bench.path.exists():
-        return cases
-    run, found = read(bench.path)
-    for what in ("device", "driver", "commit", "versions"):
-        if getattr(run, what) != getattr(bench.run, what):
-            raise typer.BadParameter(
-                f"--out has measurements of another {what}, {getattr(run, what)}; this one is "
-                f"{getattr(bench.run, what)}: name another file."
-            )
-    bench.measurements.extend(found)
-    known = {each.name.split("/")[1] for each in found}
-    return [case for case in cases if case.name not in known]
-
-
 @app.command()
 def gpt(
     size: Annotated[list[str] | None, typer.Option(help="small or medium; may be repeated.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; may be repeated.")] = None,
     way: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(WAYS)}; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option(help="Of a step.", min=1)] = 65_536,
-    minutes: Annotated[float | None, typer.Option(help="Begin no case after so many.", show_default="no limit")] = None,
+    minutes: Minutes = None,
     rounds: Rounds = 2,
     device: Device = "cuda",
     out: Out = Path("runs/gpt"),
@@ -236,10 +230,11 @@ def gpt(
     contexts = context or ([64, 128] if small else list(CONTEXTS))
     sizes = chosen("--size", size, ["tiny"] if small else ["small", "medium"])
     of_all = {"window": 64, "block": 32, "tokens": 128} if small else {"tokens": tokens}
-    cases = go_on(bench, [Case(each, length, **of_all) for each in sizes for length in contexts])
-    begin = time.monotonic()
-    for case in cases:
-        if minutes is not None and time.monotonic() - begin > 60 * minutes:
+    bench.resume()
+    known, late = {each.name.split("/")[1] for each in bench.measurements}, deadline(minutes)
+    cases = [Case(each, length, **of_all) for each in sizes for length in contexts]
+    for case in (each for each in cases if each.name not in known):
+        if late():
             print(f"{case.name}: out of time; the same command goes on", flush=True)
             continue
         torch.compiler.reset()

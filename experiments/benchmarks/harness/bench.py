@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from experiments.benchmarks.harness import table
 from experiments.benchmarks.harness.ways import Way, failure_of, reason
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import Timed, Timing, in_turns, of_single_calls, recorded
-from experiments.measurements import Measurement, Run, current_run, write
+from experiments.measurements import Measurement, Run, current_run, read, write
 from experiments.training.distributed import find_device
 from experiments.training.environment import command_line
 
@@ -43,6 +44,19 @@ class Bench:
         if os.environ.get("RANK", "0") == "0":
             print(table.about(run), flush=True)
         return cls(name, run, out, place, **options)
+
+    def resume(self) -> None:
+        """Takes over what --out has; refuses a file of another device, driver, commit or versions."""
+        if not self.path.exists():
+            return
+        run, found = read(self.path)
+        for what in ("device", "driver", "commit", "versions"):
+            then, now = getattr(run, what), getattr(self.run, what)
+            if then != now:
+                raise typer.BadParameter(
+                    f"--out has measurements of another {what}, {then}; this one is {now}: name another file."
+                )
+        self.measurements = [replace(each, run=None) for each in found]
 
     def add(
         self, path: str, value: float | None, unit: str, *, spread: float | None = None, failure: str = "",

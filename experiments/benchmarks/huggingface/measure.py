@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,13 +19,6 @@ CHECKED_TOKENS, CHECKED_BATCH = 150, 2
 GIB = 2**30
 ALLOWED = "of what is allowed"
 
-Late = Callable[[], bool]
-
-
-def deadline(minutes: float | None) -> Late:
-    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    return lambda: time.monotonic() > end
-
 
 @dataclass(frozen=True)
 class Options:
@@ -36,7 +28,7 @@ class Options:
     batch: int | None = None
     compiles: bool = False
     small: bool = False
-    late: Late = lambda: False
+    late: Callable[[], bool] = lambda: False
 
 
 def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:

@@ -4,13 +4,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
-from experiments.benchmarks.harness import Bench
+from experiments.benchmarks.harness import Bench, deadline
 from experiments.benchmarks.huggingface import generation, implementations, measure
 from experiments.benchmarks.huggingface.__main__ import app
 from experiments.benchmarks.huggingface.exactness import Truth, Yardstick, results_of, worst
 from experiments.benchmarks.huggingface.generation import DYNAMIC, SAME, STATIC, Way
 from experiments.benchmarks.huggingface.implementations import OURS, with_attention
-from experiments.benchmarks.huggingface.measure import ERROR, FORWARD, STEP, Options, deadline
+from experiments.benchmarks.huggingface.measure import ERROR, FORWARD, STEP, Options
 from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES
 from experiments.measurements import Measurement, Run, read
 from sparseflash import huggingface, masks

@@ -58,7 +58,7 @@ def test_a_file_of_another_commit_is_not_continued(tmp_path):
     run_line, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({"run": json.loads(run_line)["run"] | {"commit": "another"}}), *rest]) + "\n")
     found = run(tmp_path)
-    assert found.exit_code == 2 and "--out must be a new file, or one with the commit" in " ".join(
+    assert found.exit_code == 2 and "--out has measurements of another commit, another" in " ".join(
         found.output.replace("│", " ").split()
     )
 
