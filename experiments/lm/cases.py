@@ -9,7 +9,6 @@ from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.presets import settings_of
 from sparseflash.cli.pattern_text import parts
 
-# Dense attention at the usual lengths, for all sizes; then long contexts, where sparse patterns should pay.
 DEFAULT = (
     "124M:2K,8K:dense:sparseflash,sdpa,flex",
     "124M:16K,64K:dense:sparseflash,sdpa,flex",

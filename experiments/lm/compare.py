@@ -2,8 +2,6 @@
 
 <out>/<run>/                  each run, with the files of train.py
 <out>/<run>/environment.json  the device, versions and commit of the session that completed it
-
-The same command resumes a paused comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from experiments.training.trainer import Pause
 from sparseflash.cli.pattern_text import parts
 
 ENVIRONMENT = "environment.json"
-# Settings given by a case or by a list, and settings for several processes.
 NOT_CHOSEN = ("context", "pattern", "attention", "seed", "context_parallel")
 
 

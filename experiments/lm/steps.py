@@ -74,8 +74,8 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
 
     Processes exchange gradients once, after the last part.
 
-    recorded: forward and backward of a part are a CUDA graph. One graph writes the gradients of a step's first
-    part, another adds gradients of later parts. A smaller last part runs without a graph.
+    recorded: forward and backward of a part are a CUDA graph. One graph writes the gradients of a step's first part,
+    another adds gradients of later parts.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""A finished run tested on texts that neither trained it nor chose its settings: loss, by position, far context.
-
-<run>/test.json, <run>/test-positions.csv
-"""
+"""A finished run tested on texts that neither trained it nor chose its settings: loss, by position, far context."""
 
 from __future__ import annotations
 

@@ -133,7 +133,6 @@ class Run(Trainer[Batch]):
             )
 
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """Another pattern is allowed and, with rotary positions, another context."""
         found, about = tensor_files.read(path, KIND, "config", "steps")
         own = self.model.state_dict()
         with reading(path, f"a file of an {KIND} with its settings and its steps"):

@@ -31,7 +31,7 @@ HIDDEN = {True: 0.5, False: 0.15}  # share of hidden tokens, of images and of ot
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a task with a mask. The runs differ in their seeds alone."""
+    """The runs differ in their seeds alone."""
 
     config: Config
     folder: Path
@@ -99,7 +99,6 @@ def in_order(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[tuple[Config
 
 
 def table(out: Path) -> list[list[str]]:
-    """All finished runs below a folder: every seed, mean and standard deviation, and the helps in columns."""
     lines = [[
         "task", "mask", "of each seed", "mean", "validation", "positions", "helps", "learned before", "minutes",
         "steps", "parameters", "best rule",

@@ -43,7 +43,7 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
             f"{path} must be allowed to run code: its settings name the function {config.mask!r}, which makes its "
             f"mask. If you trust it, pass --mask {config.mask}"
         )
-    if device.type == "cpu":  # bf16 is slower there
+    if device.type == "cpu":
         config = replace(config, precision="fp32")
     if config.objective != "classify":
         raise ValueError(f"{path} must hold a model that classifies; it was trained with objective={config.objective}")

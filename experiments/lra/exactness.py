@@ -35,8 +35,6 @@ class Captured:
 
 @dataclass(frozen=True)
 class Exactness:
-    """The largest errors, relative to the largest value of each tensor."""
-
     ours: float
     plain: float
     rounding: float  # half a unit in the last place
@@ -94,5 +92,4 @@ def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """Relative to the largest exact value if that is not 0."""
     return largest_error(x, exact) / (exact.abs().max().item() or 1.0)

@@ -38,6 +38,5 @@ def turning_weight(before: NDArray[np.float64], after: NDArray[np.float64], cont
 
 
 def disc(radius: int) -> NDArray[np.bool_]:
-    """bool [2 * radius + 1, 2 * radius + 1]"""
     y, x = np.ogrid[-radius : radius + 1, -radius : radius + 1]
     return y**2 + x**2 <= radius**2

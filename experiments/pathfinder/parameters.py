@@ -22,7 +22,7 @@ MARKER_COUNTS = 3  # classes of a pixel, see owners.py
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """A distribution of images. Lengths in pixels, of snakes in dashes."""
+    """Lengths in pixels, of snakes in dashes."""
 
     size: int  # pixels along a side
     dash_length: int

@@ -95,7 +95,6 @@ def framed(size, padding):
 
 @compiled
 def seed_from(tail_y, tail_x, heading, size, t, snake):
-    """Returns whether the dash and the gap before it lie in the image."""
     head_y = ceil(tail_y + t.seed_head[heading, 0])
     head_x = ceil(tail_x + t.seed_head[heading, 1])
     start_y = ceil(head_y + t.seed_start[heading, 0])
@@ -140,7 +139,6 @@ def extend(rng, snake, mask, near, t, cumulative):
 
 @compiled
 def seed_targets(rng, size, seed_distance, t, snakes):
-    """snakes: int64 [2, 5]"""
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
         first_y, last_y = t.room[heading, 0], t.room[heading, 1]

@@ -91,7 +91,6 @@ def drawn_angles(turns: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def dashes(parameters: Parameters, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The line of every heading and its surroundings, float64 [360 + K, n, n]"""
     angles = drawn_angles(circle(parameters.dash_length + margin)).tolist()
     drawn = [dash(angle, parameters.dash_length, parameters.thickness, margin) for angle in angles]
     return np.stack([line for line, _ in drawn]), np.stack([area for _, area in drawn])

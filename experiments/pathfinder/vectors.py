@@ -109,7 +109,6 @@ def place_type(parameters: Parameters) -> type[np.unsignedinteger]:
 
 
 def save(vectors: Vectors, path: Path) -> None:
-    """The safetensors file exists only when complete."""
     arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
     about = {
         "kind": KIND,

@@ -81,7 +81,6 @@ def columns(table: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def plot(found: Sequence[Curve], path: Path) -> None:
-    """Accuracies by their errors on a logarithmic axis, because they are close to 1."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -127,10 +127,7 @@ class Run(Trainer[Packed]):
         return f"lower the stage's lr, {self.plan.lr:g}"
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """To the end of the curriculum; returns the values written beside the model, or None if the run was paused.
-
-        A complete run writes nothing: its model may have results.
-        """
+        """To the end of the curriculum; returns the values written beside the model, or None if the run was paused."""
         begun_at = self.state.step
         with self.session():
             while self.state.stage < len(self.config.curriculum):

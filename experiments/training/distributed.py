@@ -26,7 +26,6 @@ from experiments.training.sharding import is_sharded
 
 T = TypeVar("T")
 
-# While the first process reads data for the first time.
 _TIMEOUT = timedelta(hours=12)
 
 

@@ -19,7 +19,6 @@ class KernelCost(NamedTuple):
 
 
 def costs_of(step: Callable[[int], object], steps: int, device: torch.device) -> list[KernelCost]:
-    """On a GPU without gaps between kernels."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as record:

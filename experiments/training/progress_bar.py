@@ -70,7 +70,6 @@ class TrainingBar:
 
 @contextmanager
 def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Without a terminal, lines; the first after half a minute."""
     shown_at = time.monotonic()
     with Progress(
         TextColumn("{task.description}"),

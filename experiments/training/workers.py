@@ -20,10 +20,8 @@ def available_cores() -> int:
 
 
 class _Worker(SpawnProcess):
-    """One thread of PyTorch and of NumPy.
-
-    NumPy's OpenBLAS would start a spinning thread for each core. The libraries read the number when they are loaded.
-    """
+    """NumPy's OpenBLAS would start a spinning thread for each core. The libraries read the number when they are
+    loaded."""
 
     def start(self) -> None:
         before = {name: os.environ.get(name) for name in THREADS}

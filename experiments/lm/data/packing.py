@@ -1,7 +1,6 @@
 """Sequences of a fixed length from concatenated documents, in an order that a seed determines.
 
-Sequence i holds the tokens from i * context on, and one more as the last label. Each epoch uses another permutation; a
-batch is a function of the step.
+Sequence i holds the tokens from i * context on, and one more as the last label.
 """
 
 from __future__ import annotations

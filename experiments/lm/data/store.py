@@ -233,7 +233,6 @@ def _write(
 
 
 def _together(documents: Sequence[Text]) -> Iterator[list[tuple[str, bool]]]:
-    """The texts of documents, some at a time, each with whether it is its document's last."""
     some: list[tuple[str, bool]] = []
     size = 0
     for document in documents:

@@ -71,7 +71,7 @@ class BytePairs:
         made = library().Tokenizer
         try:
             return cls(made.from_file(str(path)))
-        except Exception as error:  # the package raises plain Exception
+        except Exception as error:
             raise ValueError(f"{path} must be a vocabulary of the package tokenizers; got {error}") from error
 
     def save(self, path: Path) -> None:

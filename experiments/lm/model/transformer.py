@@ -68,8 +68,6 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a normalised input and a residual connection."""
-
     def __init__(self, sizes: Sizes, halves: Halves, recompute: bool = False) -> None:
         super().__init__()
         width = sizes.width
@@ -140,9 +138,7 @@ def compiled(function: Callable[..., object]) -> Callable[..., object]:
 
 
 class LanguageModel(nn.Module):
-    """Embedding, layers, norm and head.
-
-    attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling:
+    """attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling:
     "none"; "block": the two halves of a layer around attention, one pair of graphs for all layers; "model": all layers
     and the last norm as one graph. recompute: each layer from its input. shared: this process's tokens.
     """
@@ -193,10 +189,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
     def features(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """[T, W] of tokens [B, N].
-
-        The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions.
-        """
+        """The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions."""
         batch, length = ids.shape
         of_sequence = (
             torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions(ids.device)
@@ -219,9 +212,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, attentions: Sequence[Attention] | None = None, each: bool = False
     ) -> Tensor:
-        """The mean loss, nats, of tokens [B, N] with labels [B, N].
-
-        If sequences are shared, each process returns its tokens' part: the mean over processes is the mean loss.
+        """If sequences are shared, each process returns its tokens' part: the mean over processes is the mean loss.
 
         attentions: instead of the model's own, for separate documents. each: the loss of each token, [B, N], without
         gradients; an argument, because FSDP gathers weights when `forward` is called.

@@ -84,10 +84,7 @@ def cached(
     shift: int,
     total: int | None = None,
 ) -> Examples:
-    """Memory-mapped from `<place>/tokens/`, which is written if missing.
-
-    A cache is valid for one state of the sources. total: rows, for the progress bar.
-    """
+    """Memory-mapped from `<place>/tokens/`, which is written if missing."""
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     key = blake2b(f"{FORMAT} {name} {states}".encode(), digest_size=8).hexdigest()
     folder = place / "tokens" / f"{name}-{key}"

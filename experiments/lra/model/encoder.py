@@ -29,10 +29,7 @@ from sparseflash.distributed import ShardPlan
 
 
 class Encoder(nn.Module):
-    """masks: one for each layer, for the longest batch, on the model's device.
-    places: the number of positions; above the mask's length if batches drop tokens.
-    first: the position of an example's first token; 1 after [CLS].
-    side: pixels along a side, for images.
+    """places: the number of positions; above the mask's length if batches drop tokens.
     brackets: ids of brackets, for positions "nested".
     attention: the implementation; see experiments/training/layers/attention.py.
     convolution: tokens, or pixels along a side, of the window of a convolution after the embedding and in each layer.

@@ -66,7 +66,6 @@ def value_rows(examples: Examples) -> Iterator[Row]:
 
 
 def by_root(train: Examples, test: Examples) -> Kinds:
-    """And the accuracy of the operator's most frequent training value."""
     trained, groups = root_groups(train), root_groups(test)
     right = []
     for group in range(len(ROOTS)):

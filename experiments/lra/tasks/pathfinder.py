@@ -44,8 +44,7 @@ _IMAGES_FOR_SHORTCUTS = 10_000
 def load(task: Task, folder: Path, options: Options) -> Data:
     """Four fifths for training, a tenth each for validation and testing.
 
-    "shuffled": `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; "ordered": file order. Empty images are
-    dropped.
+    "shuffled": `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; "ordered": file order.
     """
     if options.difficulty not in FOLDS:
         raise ValueError(f"difficulty must be one of {', '.join(FOLDS)}; got {options.difficulty!r}")

@@ -41,8 +41,6 @@ def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vector
 
 
 def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Generator[Batch, None, None]:
-    """Batches of the same images in a new order each time, each under one of the eight symmetries of a square; an
-    incomplete last batch is dropped."""
     if len(vectors) < size:
         raise ValueError(f"a batch must not exceed the file's {len(vectors)} images; got {size}")
     renderer = DeviceRenderer(vectors, device)

@@ -1,8 +1,7 @@
 """Tensors at fixed addresses, for CUDA graphs; packings are copied into them.
 
 They are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss, and
-tiles after the last row belong to no row. Images and blocks have room for the largest batch, so that sums have one
-order; tiles for 1.5 times the first packing's.
+tiles after the last row belong to no row.
 """
 
 from __future__ import annotations

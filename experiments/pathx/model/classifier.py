@@ -69,7 +69,6 @@ class PathModel(nn.Module):
         self.training_halves = Halves()
 
     def compile_layers(self) -> None:
-        """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:

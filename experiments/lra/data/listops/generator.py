@@ -136,8 +136,6 @@ def write_splits(
 ) -> None:
     written = 0
     for split, size in zip(SPLITS, settings.sizes, strict=True):
-        # "\r
-        # ", as in the released files.
         with open(folder / f"generated_{split}.tsv", "w", newline="") as file:
             writer = csv.writer(file, delimiter="\t")
             writer.writerow(["Source", "Target"])

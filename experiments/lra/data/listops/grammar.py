@@ -25,10 +25,7 @@ OPERATOR_CHANCE = 0.25  # at every level, including the root
 
 
 def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] | None:
-    """None if the length (in tokens) is not strictly between the bounds.
-
-    Drawing stops as soon as the length can no longer fit.
-    """
+    """None if the length (in tokens) is not strictly between the bounds."""
     uniform = rng.random
     tokens: list[int] = []
     missing = [1]
