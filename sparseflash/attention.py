@@ -82,8 +82,9 @@ def attention(
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
             (`dropout.keep_mask` returns them). None: drawn from the PyTorch generator of q's device, so
             `torch.manual_seed` fixes it.
-        The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf is
-            dead, as if it were masked; the lowest finite number is a live score.
+        scores: score modifications from `sparseflash.scores`, such as `scores.alibi(slopes) + scores.softcap(50.0)`.
+            The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf
+            is dead, as if it were masked; the lowest finite number is a live score.
         backend: None chooses by the device. CUDA tensors run on Triton kernels, in each pass on the portable or the
             Hopper kernels, whichever are faster and support the call; `explain` says which and why. CUDA tensors that
             no kernel takes (fp64, D below 16 or above 256) raise an error. Tensors on other devices run on

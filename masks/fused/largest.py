@@ -20,6 +20,7 @@ def write_largest(
 
     Of equal scores the first ones are taken. NaN and -inf are never taken.
 
+    Args:
         scores: fp32 `[lists, rows, n]`, contiguous.
         begins, stops: int32, of each of all rows: its candidates are those from `begin` to before `stop`. The other
             scores are not read.

@@ -19,9 +19,9 @@ def by_kind(
 ) -> BlockMask:  # fmt: skip
     """The mask of listed tiles; tiles with equal codes have the same bits.
 
-    `codes`: int tensors `[E]`, any number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of
-    each kind, and returns bool `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and
-    are dropped afterwards.
+    `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
+    number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of each kind, and returns bool
+    `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and are dropped afterwards.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)

@@ -31,6 +31,8 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
              [0, 1, 0],
              [0, 0, 1]]]), block=16)
 
+    Args:
+        mask: a mask of square, whole blocks.
         heads: the number of heads, for a mask that all of them share (1 by default).
         cover: make partial tiles fully live.
 

@@ -38,6 +38,7 @@ def to_flashinfer(mask: BlockMask, *, batch: int | None = None, head: int | None
     FlashInferBSR(indptr=tensor([0, 1, 2], dtype=torch.int32), indices=tensor([0, 1], dtype=torch.int32), \
     M=32, N=32, R=16, C=16, mask=None)
 
+    Args:
         batch, head: select the pattern if there are several, because a plan has one mask for all heads.
 
     The `mask` of the result is None if every tile is full; otherwise it takes `block_q * block_k` bytes per tile.

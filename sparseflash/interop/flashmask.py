@@ -108,6 +108,7 @@ def from_flashmask(
     >>> from_flashmask(indices, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
+    Args:
         startend_row_indices: int `[B, H, Nk, 1 or 2]` for causal, `[B, H, Nk, 2 or 4]` otherwise, see `FlashMask`;
             bounds past the last query mean the end.
         causal: the form of the indices.

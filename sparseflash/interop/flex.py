@@ -31,6 +31,7 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
     >>> create_mask(flex.mask_mod, 1, 1, 3, 3, device="cpu").tolist()
     [[[[True, False, False], [True, True, False], [True, True, True]]]]
 
+    Args:
         mask_mod: `mask_mod(b, h, q, k)`, a rule that says which scores of partial tiles are live, such as
             `lambda b, h, q, k: k <= q` for a causal mask. By default the result looks them up in the bits of `mask`. A
             rule is faster, because it reads no memory. It must agree with the mask; this is not checked.

@@ -23,6 +23,7 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
     >>> to_scipy(BlockMask.from_function(lambda q, k: k <= q, 4, block=16)).toarray().astype(int).tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 
+    Args:
         format: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
             bytes each) and must divide the lengths.
         batch, head: select the pattern if there are several.
@@ -60,6 +61,7 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     >>> from_scipy(eye_array(100, dtype=bool), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
 
+    Args:
         matrix: boolean; True entries are live, and stored False entries and duplicates are allowed.
         block: tokens, by default the blocks of a BSR matrix if a mask can have them, else 128.
 

@@ -98,9 +98,10 @@ class SparseCrossAttention(Heads):
     ) -> Tensor:
         """Attention of x to the context.
 
-        lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding.
-        mask: replaces the layer's mask.
-        scores: score modifications, as for `attention`.
+        Args:
+            lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding.
+            mask: replaces the layer's mask.
+            scores: score modifications, as for `attention`.
         """
         if others:
             refuse(others, "SparseCrossAttention", REMEDIES)

@@ -132,16 +132,17 @@ class SparseSelfAttention(Heads):
     ) -> Tensor:
         """Attention within each sequence of x.
 
-        lengths: tokens of each sequence, integers `[B]`; later tokens are padding. They are not seen, their output
-            is the bias of `out`, and their features must be finite.
-        positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
-        mask: replaces the layer's mask.
-        cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only,
-            without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
-            to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
-            `"blockwise"`, which cannot decode, make a mask for every call.
-        scores: score modifications, as for `attention`; with a cache, as for `decode.attention_with_cache`. A model
-            keeps their learned tensors as parameters: `layer(x, scores=scores.alibi(self.slopes))`.
+        Args:
+            lengths: tokens of each sequence, integers `[B]`; later tokens are padding. They are not seen, their output
+                is the bias of `out`, and their features must be finite.
+            positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
+            mask: replaces the layer's mask.
+            cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only,
+                without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
+                to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
+                `"blockwise"`, which cannot decode, make a mask for every call.
+            scores: score modifications, as for `attention`; with a cache, as for `decode.attention_with_cache`. A model
+                keeps their learned tensors as parameters: `layer(x, scores=scores.alibi(self.slopes))`.
         """
         if others:
             refuse(others, "SparseSelfAttention", REMEDIES)

@@ -94,6 +94,7 @@ class IndexedLayer(SelectionLayer):
     ) -> Tensor:  # fmt: skip
         """The mean over queries, sequences and heads of KL(target || softmax(scores)).
 
+        Args:
             target_of: takes numbers of queries and returns weights `[B, H, rows, n]`, and which of the n are taught.
             scores_of: the indexer's scores of the same shape.
             per_row: scores in memory for a query.

@@ -85,12 +85,13 @@ class VideoSparseAttention(Heads):
     ) -> Tensor:  # fmt: skip
         """Attention within a video, or within each of several.
 
-        shape: frames, rows and columns of the video; or a list of them, one for each of the videos that lie one
-            behind the other in x. No video sees or chooses cubes of another.
-        text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.
-            All tokens see their text, and text sees all of its video. It is in no cube: it is no part of a choice,
-            and has no coarse attention.
-        rotation: of queries and keys, `(cosine, sine)` as `nn.rotate` takes them.
+        Args:
+            shape: frames, rows and columns of the video; or a list of them, one for each of the videos that lie one
+                behind the other in x. No video sees or chooses cubes of another.
+            text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.
+                All tokens see their text, and text sees all of its video. It is in no cube: it is no part of a choice,
+                and has no coarse attention.
+            rotation: of queries and keys, `(cosine, sine)` as `nn.rotate` takes them.
         """
         if others:
             refuse(others, "VideoSparseAttention", _REMEDIES)

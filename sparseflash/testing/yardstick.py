@@ -83,6 +83,7 @@ def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
 
+    Args:
         queries: queries of all heads that see a key (`live_queries`).
         scores: the scores of these queries.
         learned: whether gradients of tensors of score modifications are judged, too, which may be one number a head.

@@ -24,8 +24,8 @@ class Answered:
 def fitted(data: Data, run: int, most: int | None = None) -> Answered:
     """Logistic regression on the bags of runs of 1 to `run` tokens.
 
-    A tenth of them selects the regularisation, because validation and test are one split in some tasks; then all are
-    fitted.
+    A tenth of the training examples selects the regularisation, because validation and test are one split in some
+    tasks; then all are fitted.
     """
     from sklearn.linear_model import LogisticRegression
 
