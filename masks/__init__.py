@@ -107,7 +107,7 @@ __all__ = [
     "with_text",
 ]
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # a type checker would accept any name in a module with this function
 
     def __getattr__(name: str) -> NoReturn:
         if name.startswith("__"):

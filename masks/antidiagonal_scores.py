@@ -83,7 +83,7 @@ def antidiagonal_scores(
     at_once = in_block * max(1, _AT_ONCE // (batch * heads * len(first_k) * in_block))
     parts = (queries.split(at_once, 2), last_q.split(at_once), no_query.split(at_once, -2))
     for some, last, none in zip(*parts, strict=True):
-        grouped = some.reshape(batch, kv_heads, -1, stride * dim)
+        grouped = some.reshape(batch, kv_heads, -1, stride * dim)  # the query heads of a group, one after another
         with torch.autocast(q.device.type, enabled=False):
             s = (grouped @ keys.mT).to(dtype).view(batch, heads, len(last), -1) * factor
         dead = no_key | (first_k > last[:, None]) if causal else no_key

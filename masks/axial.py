@@ -68,7 +68,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     # The distance of two blocks on an axis matters only if they share a coordinate there.
     (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
     apart = 3 * torch.tensor(sides, dtype=torch.int32, device="cpu")
-    offset = []
+    offset = []  # by axis, because indexing with one number at a time is faster
     for axis in range(len(sides)):
         ends = (first_q, last_k, first_k, last_q, key_corners, query_corners)
         low_q, high_k, low_k, high_q, key, query = (
@@ -81,6 +81,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
         queries = query_shapes.index_select(0, query_shape[rows[some]])
         keys = key_shapes.index_select(0, key_shape[cols[some]])
         keys = keys + torch.stack([x[some] for x in offset], 1)[:, None]
+        # Coordinates of one axis side by side, because comparing every second number is slower.
         queries, keys = (x.movedim(-1, 0).contiguous() for x in (queries, keys))
         equal = queries[0, :, :, None] == keys[0, :, None, :]
         near = torch.ones_like(equal)

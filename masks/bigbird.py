@@ -66,6 +66,7 @@ def bigbird(
     draw = generator(seed)
     i = np.arange(blocks)
     inner = i[1:-1]
+    # Inner rows may draw the blocks from `first` on, without the window: the same number for every row.
     first = np.where(inner == blocks - 2, 2, 1)
     window = np.maximum(inner - 1, first)
     wide = np.where((inner == 1) | (inner == blocks - 2), 2, 3)

@@ -102,7 +102,7 @@ def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tup
 
 
 def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tensor, Tensor]:
-    col = index.to(torch.int64)
+    col = index.to(torch.int64)  # a narrow type may be too small for the bounds
     none = (col < 0) | (col >= cols)
     if counts is not None:
         none |= torch.arange(index.shape[3], device=index.device) >= counts.unsqueeze(-1)
@@ -116,6 +116,7 @@ def _compacted(kept: Tensor, col: Tensor, kind: Tensor, room: int) -> tuple[Tens
     check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, choices)[:, -1], (1, 0)).to(torch.int32)
+    # Entries that are not kept go to one place past the room.
     at = torch.where(kept.reshape(-1), running - 1, room)
 
     def listed(values: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ def butterfly_2d(
     runs_k = -(-width // block_k)
     runs = distinct(c // block_q * runs_k + c_other // block_k)[0]
     first_q, first_k = runs // runs_k * block_q, runs % runs_k * block_k
+    # A run starts and ends in different tiles where the rows of the image do not start with a tile.
     ends_q = (0,) if width % block_q == 0 else (0, block_q - 1)
     ends_k = (0,) if width % block_k == 0 else (0, block_k - 1)
     col_blocks = -(-q_len // block_k)
@@ -112,6 +113,7 @@ def butterfly_2d(
     def live(some: Tensor) -> Tensor:
         q = rows[some][:, None, None] * block_q + torch.arange(block_q, device="cpu")[:, None]
         k = cols[some][:, None, None] * block_k + torch.arange(block_k, device="cpu")
+        # In int32, because moving these numbers is most of the work.
         (row_q, col_q), (row_k, col_k) = (((x // width).int(), (x % width).int()) for x in (q, k))
         return rows_related(row_q, row_k) & cols_related(col_q, col_k)
 

@@ -58,6 +58,7 @@ def is_causal(mask: BlockMask) -> bool:
     """
 
     def computed() -> bool:
+        # Masks that differ only in their lengths share the cache.
         with torch.inference_mode(False):
             limit = causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k)).to(mask.device)
             return (mask._padded(None) - limit).indices.numel() == 0

@@ -153,7 +153,7 @@ def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: in
     batch, heads, rows, cols = scores.shape
     most = min(most, cols)
     if scores.dtype in fused.DTYPES and fused.serves(scores, rows, cols):
-        from sparseflash.masks.fused.rows import tiles_of_rows
+        from sparseflash.masks.fused.rows import tiles_of_rows  # imports Triton
 
         return dynamic_mask(of, *tiles_of_rows(scores, of, most, mass), of.bits, (batch, heads), group)
     order, clean, usable = _ranked(scores, of)
@@ -180,6 +180,7 @@ def _holding(clean: Tensor, order: Tensor, mass: float) -> Tensor:
     if mass == 1.0:
         return torch.ones_like(order, dtype=torch.bool)
     weights = torch.softmax(clean, -1, dtype=torch.promote_types(clean.dtype, torch.float32))
+    # NaN: no block of the row may be chosen by its score.
     units = (weights.nan_to_num(0.0) * SHARE_UNITS).to(torch.int64).gather(-1, order)
     running = units.cumsum(-1)
     return (running - units) < running[..., -1:].double() * mass

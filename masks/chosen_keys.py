@@ -193,13 +193,14 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
     batch, heads, q_len, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     runs, runs_in_tile = -(-of.k_len // span), block_k // span
+    # One column before and one after for indices of no key.
     last = cols * runs_in_tile
-    column = indices.to(torch.int64)
+    column = indices.to(torch.int64)  # a narrow type may be too small for the bounds
     column = column.masked_fill(column >= runs, last).clamp_(min=-1) + 1
     table = torch.zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool, device=indices.device)
     table[:, :, :q_len].scatter_(-1, column, True)
     live = table[..., 1:-1]
-    if of.causal:
+    if of.causal:  # a run that has begun has a live key; one that has not begun has none
         last_key = torch.arange(of.k_len - q_len, of.k_len - q_len + rows * block_q, device=indices.device)
         live = live & (torch.arange(0, cols * block_k, span, device=indices.device) <= last_key[:, None])
     live = live.unflatten(3, (cols, runs_in_tile)).unflatten(2, (rows, block_q))  # [B, H, Mq, block_q, Mk, ...]
@@ -255,6 +256,7 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
         word = (start // in_word).unsqueeze(-1) + step  # [B, H, some, K, words_in_run], of the row of all keys
         value = value.unsqueeze(-1).expand(word.shape)
         col = word // width
+        # The last run may go past the last tile.
         value = value.masked_fill(col >= cols, 0)
         place = (q // block_q).unsqueeze(-1) * cols + col.clamp_(max=cols - 1)
         word = (q % block_q).unsqueeze(-1) * width + word % width

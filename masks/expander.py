@@ -60,6 +60,7 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
     layouts = []
     for _ in range(heads):
         rows, cols = [np.arange(blocks)], [np.arange(blocks)]
+        # Stops once the graph is complete, because further cycles would change nothing.
         missing = ~np.eye(blocks, dtype=bool) if links >= blocks else None
         for _ in range(links // 2):
             if missing is not None and not missing.any():

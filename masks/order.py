@@ -86,7 +86,7 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     places = coordinates(sides).long()
     jumps = strides(tuple(-(-side // size) for side, size in zip(sides, sizes, strict=True)))
     number = (places // places.new_tensor(sizes) * places.new_tensor(jumps)).sum(1)
-    return torch.argsort(number, stable=True)
+    return torch.argsort(number, stable=True)  # within a tile, row-major as before
 
 
 @on_one_thread

@@ -57,7 +57,7 @@ def pooled_scores(
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         q_mean, k_mean = means_of_blocks(q, block_q, lengths), means_of_blocks(k, block_k, lengths)
-        q_mean = q_mean.reshape(batch, kv_heads, -1, dim)
+        q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another
         scores = (q_mean * checked_factor(scale, dim)) @ k_mean.transpose(-1, -2)
     scores = scores.view(batch, heads, -1, k_mean.shape[2])
     if lengths is not None:

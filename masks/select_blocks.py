@@ -100,6 +100,7 @@ def lists_of(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bound
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if fused.serves(q, 1, 1) and q.dtype in fused.DTYPES and q.dtype == k.dtype and q.shape[3] <= 256:
+            # These import Triton.
             from sparseflash.masks.fused.select import fits
 
             if top_k <= fused.LONGEST_LIST:

@@ -94,6 +94,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     column = i * col_blocks + marked[at]
     crossed = tiles_at(offsets, q_len, block_q, block_k)
     slashed = crossed[0] * col_blocks + crossed[1]
+    # Both lists are in ascending order, so they can be merged without sorting.
     place = torch.searchsorted(slashed, column)
     alone = torch.cat([slashed, slashed.new_full((1,), -1)])[place] != column
     has_slash = torch.ones(len(slashed) + int(alone.sum()), dtype=torch.bool, device="cpu")

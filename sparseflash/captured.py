@@ -86,7 +86,7 @@ class Captured:
         for cell in x.__closure__ or ():
             try:
                 self._visit(cell.cell_contents, names)
-            except ValueError:
+            except ValueError:  # not yet assigned
                 self._values.append("empty")
         self._all((x.__defaults__, x.__kwdefaults__), names)
         if not _is_library(module):

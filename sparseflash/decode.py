@@ -160,7 +160,7 @@ def attention_with_cache(
         return (out, lse) if return_lse else out
     if q.dtype == torch.float64:
         raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
-    from sparseflash.backends.triton.decode import api
+    from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
 
     changes = of.changes
     if changes is not None and (divided := changes.find("temperature")) is not None:
@@ -233,7 +233,7 @@ def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend
         return None
     given = [x for x in tensors if x is not None]
     layouts = native.module().layouts(*given)
-    if layouts is None or q.ndim == 0:
+    if layouts is None or q.ndim == 0:  # not plain, or without memory of its own: the checks refuse some of these
         return None
     if torch.is_grad_enabled() and any([x.requires_grad for x in given]):
         return None

@@ -152,7 +152,7 @@ def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _once(pages: Tensor) -> Tensor:
-    if pages.dtype != torch.int32:
+    if pages.dtype != torch.int32:  # int64 would name other pages in 32 bits
         pages = pages.long()
     pages = pages.sort(dim=-1, descending=True).values
     again = torch.nn.functional.pad(pages[..., 1:] == pages[..., :-1], (1, 0))

@@ -143,5 +143,5 @@ def philox(seed: Tensor, counter: list[Tensor], rounds: int = _ROUNDS) -> list[T
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    product = a * b
+    product = a * b  # may overflow a signed int64, which wraps to the same bits
     return product & _WORD, (product >> 32) & _WORD

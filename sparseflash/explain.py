@@ -125,7 +125,7 @@ def explain(
                 "mask must have contents, because kernels are chosen by them; got a mask on the meta device. With "
                 "capability= only q, k and v may be there: pass the mask on the CPU."
             )
-    if capability is not None and backend not in tuple(KERNELS):
+    if capability is not None and backend not in tuple(KERNELS):  # a tuple: backend may be no name at all
         raise ValueError(f"backend must be 'triton', 'hopper' or None if capability is given; got {backend!r}.")
     if capability is not None and not (isinstance(capability, tuple) and list(map(type, capability)) == [int, int]):
         raise TypeError(f"capability must be two integers, such as (9, 0) for an H100; got {capability!r}.")
@@ -151,7 +151,7 @@ def explain(
     if q.numel() == 0 or k.numel() == 0:
         return Explanation(name, f"{why}; there is nothing to compute", capability)
     if changes is not None:
-        changes = changes.without("temperature")
+        changes = changes.without("temperature")  # the queries are divided by it before
     changes = changes if changes and changes.changes else None
     decisions, kernels, versions = api.choices(q, k, v, problem, capability, changes)
     forward, backward = (

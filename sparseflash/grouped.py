@@ -86,7 +86,7 @@ def selected_attention(
     if group > BLOCKS[-1]:
         raise ValueError(f"groups must be of at most {BLOCKS[-1]} query heads; got {group}.")
     rows = next(block for block in BLOCKS if block >= group)
-    from sparseflash.masks.block_index import mask_of_queries
+    from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are not part of the core
 
     causal = flag(causal, "causal")
     sizes, placed = Sizes(batch, heads, q_len, k_len, q.device), _as_it_is

@@ -49,7 +49,7 @@ def check_count(what: str, *factors: int, remedy: str) -> None:
     >>> check_count("batch x heads x tiles", 2, 8, 128, remedy="Split the batch.")
     """
     count = 1
-    for factor in factors:
+    for factor in factors:  # not math.prod, which torch.compile cannot trace for sizes that vary
         count *= factor
     if count >= COUNT:
         raise ValueError(f"{what} must be below 2^31; got {' x '.join(map(str, factors))}. {remedy}")

@@ -114,8 +114,9 @@ class _WithSink(Function):
         dout, dlse = gradients
         out, lse, logits = ctx.saved_tensors
         difference = above(lse, logits)
+        # Each by its own sigmoid: the sink's share of a sum is often small, and 1 - share would lose its digits.
         share, of_sink = torch.sigmoid(difference), torch.sigmoid(-difference)
-        dead = (logits == -torch.inf)[:, None]
+        dead = (logits == -torch.inf)[:, None]  # a head without a sink
         of_sink = of_sink.masked_fill(dead, 0.0)
         dlse = dlse.masked_fill(dead & (lse == -torch.inf), 0.0)
         product = (dout * out.to(lse.dtype)).sum(-1)
@@ -177,7 +178,7 @@ def _weights(lses: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     highest = lses[0]
     for each in lses[1:]:
         highest = torch.maximum(highest, each)
-    safe = highest.masked_fill(highest == -torch.inf, 0.0)
+    safe = highest.masked_fill(highest == -torch.inf, 0.0)  # -inf - -inf would be NaN
     shares = [torch.exp(each - safe) for each in lses]
     total = shares[0]
     for share in shares[1:]:

@@ -148,7 +148,7 @@ def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> Bl
 
 @bounded_tensors(maxsize=32)
 def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # otherwise a later training step could not use it
         return causal(q_len, k_len, offset=0, block=block).to(device)
 
 
@@ -168,7 +168,7 @@ def live_and_bias(
 
     device: where the mask of a `CausalBias`, which has no tensor, is needed; the CPU by default.
     """
-    if isinstance(attn_mask, CausalBias):
+    if isinstance(attn_mask, CausalBias):  # a mask that PyTorch describes in two numbers
         upper = attn_mask.variant is CausalVariant.UPPER_LEFT
         if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (q_len, k_len):
             raise ValueError(
@@ -199,5 +199,6 @@ def live_and_bias(
     if not bool((whole.detach().isfinite() | dead).all()):
         raise ValueError(f"{name} must hold finite numbers and -inf only; got NaN or +inf.")
     live = from_sdpa(~dead, q_len=q_len, k_len=k_len, block=block) if bool(dead.any()) else None
+    # Entries of dead scores are not read, so -inf may stay there.
     nothing = not whole.requires_grad and bool((whole.masked_fill(dead, 0.0) == 0).all())
     return live, None if nothing else bias(whole)

@@ -195,6 +195,6 @@ def _by_kernels(
     selected.check(q, k, v_dim, index.shape[3])
     if v is None and not selected.shares_values(k.shape[3], v_dim):
         v = k[..., :v_dim]
-    if scale < 0:
+    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale = -q, -scale
     return selected.token_attention(q, k, v, index, v_dim, causal, scale)

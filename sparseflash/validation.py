@@ -23,6 +23,7 @@ def check_dtype(dtype: Any) -> None:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError or ValueError unless these are the queries, keys and values of one attention."""
+    # Nearly every call passes, so one cheap test comes first; only a failure pays for finding out which rule is broken.
     if (
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
@@ -148,7 +149,7 @@ def checked_scale(scale: float | Tensor | None, head_dim: int) -> float:
     if not isinstance(scale, int | float) and (not hasattr(scale, "__float__") or getattr(scale, "ndim", 0) > 0):  # type: ignore[unreachable]
         raise TypeError(f"scale must be a number; got {scale!r}.")
     scale = float(scale)
-    if not -math.inf < scale < math.inf:
+    if not -math.inf < scale < math.inf:  # not math.isfinite, which torch.compile cannot trace for a varying number
         raise ValueError(f"scale must be finite; got {scale}.")
     return scale
 

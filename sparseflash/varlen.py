@@ -145,7 +145,7 @@ def attention_varlen(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=scale, return_lse=True,
         dropout_p=dropout_p, seed=seed, scores=changes, backend=backend,
     )  # fmt: skip
-    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # not an index, whose gradient is a copy into zeros
     return (out, lse) if return_lse else out
 
 
@@ -248,7 +248,7 @@ def mask_and_scores(
         with contents_when_faking():
             made = _made(q_sums, k_sums, pattern, block)
         if version:
-            _versions[pattern] = Captured(pattern), version
+            _versions[pattern] = Captured(pattern), version  # as the pattern has left it, which may count its calls
         return made.to(device)
 
     mask = once(_masks, key, make) if q_len and k_len else None

@@ -94,7 +94,7 @@ def block_scores_kernel(
     first = (start + number) * (ROWS * row_tokens)
     last = tl.minimum(first + ROWS * row_tokens, q_len) - 1 + shift
     first += shift
-    begin, stop = position, position
+    begin, stop = position, position  # not read without DOCUMENTS
     if DOCUMENTS:
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)

@@ -97,7 +97,7 @@ def choose_kernel(
     top = tl.max(clean, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.sum(tl.exp(clean - top), 0)
-    weights = tl.where(weights == 0.0, 1.0, weights)
+    weights = tl.where(weights == 0.0, 1.0, weights)  # where no block of the row may be chosen by its score
 
     rank = tl.zeros([COLS], tl.int32)
     before = tl.zeros([COLS], tl.int64)

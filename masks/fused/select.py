@@ -157,7 +157,7 @@ def select_kernel(
         latest = tl.minimum((first_row + BLOCK_M) * row_tokens, q_len) - 1 + shift
         end = tl.minimum(blocks, tl.where(latest >= 0, latest // tokens + 1, 0))
     origin = 0
-    begin, stop = position, position
+    begin, stop = position, position  # not read without DOCUMENTS
     if DOCUMENTS:
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)

@@ -52,7 +52,7 @@ def scores_of_blocks(
     tokens = SPAN * column_tokens
     block = block_start + tl.arange(0, CANDIDATES)[None, :]
     own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
-    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)
+    near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)  # empty without `near`
     close = (block > own_first[:, None] - near) & (block < near_end[:, None])
     is_open = block < blocks
     if CAUSAL:

@@ -95,6 +95,7 @@ def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, devi
     return RowFrame(q_len, k_len, block, ends, last_whole, of_tiles, bits, rooms)
 
 
+# Set by `torch.compiler.assume_constant_result`, too, but importing the compiler takes a second.
 row_frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -145,6 +146,7 @@ def compact(kept: Tensor, room: int) -> Kept:
     check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, cols)[:, -1], (1, 0)).to(torch.int32)
+    # Looked up instead of written, so that the unused room is the same in every run, too.
     wanted = torch.arange(1, room + 1, device=kept.device)
     place = torch.searchsorted(running, wanted).clamp_(max=len(running) - 1)
     return Kept(indptr, (place % cols).to(torch.int32), place, running)
@@ -214,6 +216,7 @@ def check_queries_and_keys(q: Tensor, k: Tensor, lengths: Tensor | Sequence[int]
         )
     if lengths is None:
         return None
+    # In int64, because a narrow type may be too small for the number of tokens.
     lengths = integer_tensor(lengths, "lengths", q.device)
     if lengths.shape != (batch,):
         raise ValueError(f"lengths must have shape [{batch}]; got {list(lengths.shape)}.")

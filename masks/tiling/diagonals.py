@@ -58,6 +58,7 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
     word_from = torch.cat([bitmask.pack(some)[:, 0] for some in windows.split(1 << 16)])
+    # In portions, because the looked-up indices take twice the memory of the words.
     row = torch.arange(block_q, device="cpu")[:, None] - torch.arange(words_per_row, device="cpu") * bits
     words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]
     return torch.cat(words)

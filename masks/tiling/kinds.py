@@ -26,6 +26,7 @@ def by_kind(
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     kind, count_of_kinds = number_combinations(codes)
+    # The first tile of each kind, so that every machine evaluates the same one.
     every = torch.arange(len(rows), device="cpu")
     first = every.new_full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, every, "amin")
     words = [torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")]

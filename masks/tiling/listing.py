@@ -49,7 +49,7 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
     >>> entries(incidence(labels, 5) @ incidence(labels, 5).T)
     (tensor([0, 0, 1, 1, 2]), tensor([0, 1, 0, 1, 2]))
     """
-    from scipy import sparse
+    from scipy import sparse  # imported late, because the import is slow and few patterns need it
 
     block = torch.arange(len(labels), device="cpu").repeat_interleave(labels.shape[1])
     there = torch.ones(labels.numel(), dtype=torch.bool, device="cpu")
@@ -74,6 +74,7 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
     label = np.flatnonzero(np.diff(blocks.indptr))
     starts, counts = blocks.indptr[label], np.diff(blocks.indptr)[label]
     _, first, number = np.unique(_digests(blocks.indices, starts, counts), return_index=True, return_inverse=True)
+    # A label is left out only if the first one with its digest has exactly its blocks: digests may agree by chance.
     other = first[number]
     alike = np.repeat(counts[other] == counts, counts)
     entry = np.arange(len(blocks.indices)) + np.repeat(starts[other] - starts, counts)

@@ -176,6 +176,7 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
     windows = torch.div(windows, unit[:, None], rounding_mode="floor")
     steps = [1 if one else step for one, step in zip(whole.tolist(), steps, strict=True)]
     lowest = windows[..., 0].amin(1)  # [W, axes], from the corner
+    # Room for one more step, which the differences below may fill; a multiple of the step.
     extent = [
         -(-int((windows[:, :, axis, 1].amax(1) - lowest[:, axis]).max() + 1 + step) // step) * step
         for axis, step in enumerate(steps)

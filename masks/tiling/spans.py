@@ -37,7 +37,7 @@ def spans(
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     start, stop = start.clamp(0, k_len), stop.clamp(0, k_len)
     empty = stop <= start
-    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)
+    start, stop = start.masked_fill(empty, k_len), stop.masked_fill(empty, 0)  # so that its block row is not widened
     no_limit = limit is None
     limit = torch.full((q_len,), k_len, device="cpu") if limit is None else limit.clamp(0, k_len)
     rows = torch.zeros(q_len, dtype=torch.bool, device="cpu") if rows is None else rows
@@ -56,7 +56,7 @@ def spans(
     first_full = (least + (block_k - 1)).div(block_k, rounding_mode="floor")
     last_full = torch.where(most == k_len, col_blocks, most.div(block_k, rounding_mode="floor")) - 1
     # All tiles of a run between these are full, and tiles can number millions: only the others are looked at.
-    last_cut = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)
+    last_cut = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)  # before the full ones
     first_cut = torch.where(first_full <= last_full, last_full + 1, last + 1)  # behind them
     place = (last - first + 1).clamp(min=0).cumsum(0) - (last + 1)  # of the tile (i, j) in the list: place[i] + j
     cut = [place[r] + c for r, c in (between(first, last_cut), between(first_cut, last))]
@@ -66,10 +66,11 @@ def spans(
     reach = (limit.amax(1) - 1).div(block_k, rounding_mode="floor")
     marked, busy = has_cols.nonzero()[:, 0], has_rows.nonzero()[:, 0]
     if len(marked):
+        # The marked columns before the run of a block row, and those behind it; without a run, all are before it.
         end = torch.searchsorted(marked, reach, right=True)
         before, behind = torch.searchsorted(marked, first), torch.searchsorted(marked, last, right=True)
         before, behind = (torch.where(last < first, end, x) for x in (before.minimum(end), behind))
-        alike = torch.where(has_rows, -1, whole)
+        alike = torch.where(has_rows, -1, whole)  # before this key all queries see the same of marked columns
         stops = ((marked + 1) * block_k).clamp(max=k_len)
         for start_at, stop_at in ((torch.zeros_like(end), before), (behind, end)):
             i, at = between(start_at, stop_at - 1)

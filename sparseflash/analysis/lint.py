@@ -97,6 +97,7 @@ def lint(
     permutation.
     """
     every, causal = model.listed(masks), flag(causal, "causal")
+    # A single cross-attention mask is not a layer whose output is the next layer's input.
     together = not (len(every) == 1 and _tells_queries_from_keys(every[0]))
     if together:
         every = model.checked(every)
@@ -242,7 +243,7 @@ def _uneven(mask: BlockMask, where: str) -> Iterator[Finding]:
 
 
 def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iterator[Finding]:
-    from sparseflash.analysis.connectivity import causal_gap, gap
+    from sparseflash.analysis.connectivity import causal_gap, gap  # late: only this needs scipy
 
     try:
         if not causal or layers is not None:

@@ -100,7 +100,7 @@ class Tiles:
         sink = self.sink(part, changes)
         if sink is None:
             return None
-        empty = total == 0
+        empty = total == 0  # queries without keys: their maximum of 0 does not bound the sink
         return torch.exp((sink.unsqueeze(-1) - maximum).masked_fill(empty, -torch.inf)) / total.masked_fill(empty, 1.0)
 
     def add_sinks(self, part: Rows, learned: Sequence[Tensor | None], weights: Tensor, drow: Tensor) -> None:

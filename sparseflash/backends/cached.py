@@ -53,7 +53,7 @@ def attention(
     precise = torch.promote_types(q.dtype, torch.float32)
     wide, changes, at = q.to(precise), of.changes, None
     if changes is not None:
-        if (temperature := changes.find("temperature")) is not None:
+        if (temperature := changes.find("temperature")) is not None:  # of the queries, not of their positions
             wide, changes = temperature.applied_to(wide), changes.without("temperature")
         everywhere = Place.everywhere((*q.shape[:3], k.shape[2]), q.device)
         at = everywhere._replace(query=positions(of, q.shape[2], k.shape[2]).clamp(min=0), shift=0)

@@ -21,7 +21,7 @@ Formula = Callable[..., int]
 def tell(*operators: tuple[Any, Formula]) -> None:
     """Registers flop formulas of operators (`torch.ops.x.y`) with PyTorch's counter and with all active counters."""
     module = sys.modules.get("torch.utils.flop_counter")
-    if module is None:
+    if module is None:  # not imported, so nothing counts
         return
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 

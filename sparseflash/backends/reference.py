@@ -38,7 +38,7 @@ def attention_to_live(
     if wide == q.dtype:
         return attention_of_live(q, k, v, live, scale, dropout, changes)
     kind = q.device.type
-    has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast would round the matrix products
     with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
         out, lse = attention_of_live(q.to(wide), k.to(wide), v.to(wide), live, scale, dropout, changes)
     return out.to(q.dtype), lse

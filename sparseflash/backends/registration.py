@@ -120,7 +120,7 @@ class RegisteredOperator(ABC):
     def _dispatched(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         if torch.compiler.is_compiling():
             return operator(*arguments)
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if torch._C._len_torch_dispatch_stack() > 0:  # a counter may have been entered between forward and backward
             flop_counter.tell(*zip(self._packets, self._formulas, strict=True))
         if forward_ad._current_level < 0:
             return operator(*arguments)

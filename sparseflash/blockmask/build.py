@@ -142,7 +142,7 @@ def _assemble(
     kind_of = np.zeros(len(occurs), dtype=np.int64)
     pairs = np.flatnonzero(occurs)
     ends = _ends(q_len, k_len, block_q, block_k, words.device)
-    words = words if len(words) else words.new_zeros(1, *words.shape[1:])
+    words = words if len(words) else words.new_zeros(1, *words.shape[1:])  # indexing needs one entry
 
     def trimmed(some: Integers) -> Tensor:
         made = words.index_select(0, torch.from_numpy(np.maximum(some // 4 - 1, 0)).to(words.device))

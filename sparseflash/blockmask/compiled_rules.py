@@ -43,7 +43,7 @@ def call_rules(arity: int, *rules: Any) -> None:
         if callable(rule):
             answer = rule(*[torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(arity)])
             if isinstance(answer, Tensor):
-                answer.logical_not()
+                answer.logical_not()  # an operation on a tensor that the rule returns unchanged, so that it is read
 
 
 def guard_reads(begun: Trace, name: str) -> None:

@@ -140,7 +140,7 @@ def _build(
 ) -> str:  # fmt: skip
     if begun is not None:
         guard_reads(begun, build.__qualname__)
-    if _OBJECTS_AS_IDS:
+    if _OBJECTS_AS_IDS:  # the ids of objects that Dynamo holds, even of objects that it only traces
         masks = tuple(ctypes.cast(address, ctypes.py_object).value for address in masks)
 
     def argument(described: tuple[str, Any]) -> Any:
@@ -152,7 +152,7 @@ def _build(
                 "it to the compiled function."
             )
         if kind == "mask":
-            if "q_len" not in vars(masks[value]):
+            if "q_len" not in vars(masks[value]):  # traced from its fields; the object does not exist yet
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
                     "the compiled code makes at each call (chosen from data, or by with_lengths). Combine that mask "

@@ -20,6 +20,7 @@ def row_of_entry(indptr: Tensor, count: int) -> Tensor:
     `indptr` starts at 0. Entries at or past `indptr[-1]`, the unused capacity of a dynamic mask, have the number of
     rows.
     """
+    # Not repeat_interleave: on the CPU it wakes all threads even for a short array.
     return torch.searchsorted(indptr[1:], torch.arange(count, dtype=indptr.dtype, device=indptr.device), right=True)
 
 

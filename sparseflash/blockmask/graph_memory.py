@@ -39,7 +39,7 @@ class _Kept:
         return True
 
 
-_graphs: dict[int, _Kept] = {}
+_graphs: dict[int, _Kept] = {}  # by CUDA's id of the capture
 
 
 def keep_for_graph(stream: int, tensors: list[Tensor]) -> None:

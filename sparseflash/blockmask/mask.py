@@ -89,7 +89,7 @@ class BlockMask:
     lengths: Tensor | None = None
     dynamic: bool = field(default=False, kw_only=True)
     if TYPE_CHECKING:
-        words: ClassVar[Tensor]
+        words: ClassVar[Tensor]  # an instance attribute that is not a field; see `_words`
 
     from_function = classmethod(construction.from_function)
     from_dense = classmethod(construction.from_dense)
@@ -267,7 +267,7 @@ class BlockMask:
         >>> BlockMask.dense(100).with_lengths([50]).density
         0.25
         """
-        if self.lengths is not None:
+        if self.lengths is not None:  # the cache is shared by masks that differ only in their lengths
             return live_scores(self) / (self.q_len * self.k_len)
         cache = mask_cache(self.indices)
         if "density" not in cache:
@@ -303,7 +303,7 @@ class BlockMask:
             raise no_attribute(name)
 
     def __getitem__(self, index: object) -> NoReturn:
-        # Iteration calls this, too.
+        # Iteration calls this, too. __iter__ would make a mask an Iterable, which stands for several masks elsewhere.
         refuse("index")
 
     def __len__(self) -> NoReturn:
@@ -372,7 +372,7 @@ class BlockMask:
         return BlockMask, (*self._numbers(), *arrays)
 
     def __rand__(self, other: object) -> BlockMask:
-        return checked_mask(other)
+        return checked_mask(other)  # raises: Python calls this only if the left operand is not a mask
 
     __ror__ = __rxor__ = __rsub__ = __rand__
     __array_ufunc__ = None

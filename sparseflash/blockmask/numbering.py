@@ -32,7 +32,7 @@ def tile_numbers(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
     Cached with the mask, which must not be dynamic.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # compiled code must not cache anything
         return _numbers(mask), mask.pattern
     return once(mask_cache(mask.indices), "tile numbers", lambda: _saveable(mask))
 

@@ -49,7 +49,7 @@ def tiles_of_rule(
             j = int(left[0])
             b, h = Number(i, device), Number(j, device)
             part = _tiles(partial(live, b, h), q_len, k_len, block, candidates, device)
-            digest = hashlib.blake2b(digest_size=16)
+            digest = hashlib.blake2b(digest_size=16)  # recognises equal patterns, so that only one is kept
             for array in part:
                 digest.update(array.cpu().numpy().tobytes() + repr(array.shape).encode())
             number = number_of.setdefault(digest.digest(), len(parts))

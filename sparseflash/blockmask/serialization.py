@@ -179,7 +179,7 @@ def _array(name: str, npy: bytes) -> np.ndarray[Any, Any]:
     if math.prod(shape) * np.dtype(dtype).itemsize != len(data):
         raise ValueError(f"a member {name!r} of shape {list(shape)} with {len(data)} bytes")
     array = np.frombuffer(data, dtype=dtype).reshape(shape)
-    return array.astype(array.dtype.newbyteorder("="))
+    return array.astype(array.dtype.newbyteorder("="))  # copied: PyTorch warns of read-only arrays
 
 
 def _digest(arrays: dict[str, np.ndarray[Any, Any]]) -> bytes:

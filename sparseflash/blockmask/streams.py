@@ -33,7 +33,7 @@ class ReadyEvent:
             self._captured = is_capturing(self._device)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))
-            self._streams = {_number_of_stream(self._device.index)}
+            self._streams = {_number_of_stream(self._device.index)}  # streams that may read the tensors
 
     def wait(self) -> None:
         """Must be called before the current stream is given work that reads the tensors."""

@@ -18,6 +18,7 @@ from sparseflash.blockmask.number import Number
 
 Function = Callable[..., Any]
 
+# PyTorch's error texts when Python needs a single number but receives a tensor of many.
 _ONE_NUMBER = (
     "Boolean value of Tensor",
     "cannot be converted to Scalar",
@@ -216,6 +217,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     one = one.reshape(other.shape)
     if one.dtype == torch.bool:
         return torch.equal(one, other.bool())
+    # Vectorised loops may round differently from operations on single numbers.
     tolerance = 1e-2 if other.dtype.itemsize == 2 else 1e-4
     return torch.allclose(one.double(), other.double(), tolerance, tolerance, equal_nan=True)
 

@@ -136,7 +136,7 @@ def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, h
         if matrix.nnz > archives.MOST_ENTRIES or _bytes(matrix) > archives.MOST_INFLATED:
             said = archives.too_large(f"a matrix of {matrix.nnz} entries and {_bytes(matrix)} bytes")
             raise ValueError(f"--to scipy must be given a mask that can be read again; got {said}")
-        with path.open("wb") as file:
+        with path.open("wb") as file:  # given a name, SciPy would add a suffix
             sparse.save_npz(file, matrix)
     elif name == "dense":
         dense = mask.to_dense().numpy()

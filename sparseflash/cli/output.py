@@ -21,6 +21,7 @@ from sparseflash import __version__
 from sparseflash.cli.names import PICTURES
 from sparseflash.cli.refused import EXPRESSION, Refused
 
+# PyTorch is imported when it is needed, because help should appear at once.
 if TYPE_CHECKING:
     import torch
 

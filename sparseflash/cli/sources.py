@@ -57,7 +57,7 @@ def _run(path: Path) -> ModuleType:
 
 def _check_python(spec: ModuleSpec, source: str | Path) -> None:
     """Raises Missing for a source that cannot be parsed; errors in its imports are the user's own."""
-    get_code = getattr(spec.loader, "get_code", None)
+    get_code = getattr(spec.loader, "get_code", None)  # a folder without __init__.py has none
     try:
         if get_code is not None:
             get_code(spec.name)

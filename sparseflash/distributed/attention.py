@@ -280,7 +280,7 @@ def _check_ranks_agree(
         gradients,
         dropped,
         given,
-    )
+    )  # without the seed's value, which may change at every step
     if kind in plan.agreed or plan.ranks == 1:
         return
     parts = {

@@ -28,7 +28,7 @@ class Collectives:
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
         group = alive(self.group)
-        received, works, sending = [], [], []
+        received, works, sending = [], [], []  # sent tensors must live until they have been sent
         for x in tensors:
             data = (x if message.taken is None else message.taken.taken(x)).contiguous()
             rows = data.new_empty((sum(message.incoming), data.shape[1]))

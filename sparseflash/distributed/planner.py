@@ -20,7 +20,8 @@ from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.shards import Integers, Shards
 
 # The cost of a remote key, in live scores, forward and backward, by `costs.H100` in bf16: a key, a value and their
-# gradients take 2 * 4 D / 300e9 s, a score 3.5 * 4 D operations at 400e12 a second; the quotient is 760.
+# gradients take 2 * 4 D / 300e9 s, a score 3.5 * 4 D operations at 400e12 a second; the quotient is 760. Estimated,
+# without the part that attention hides.
 SCORES_PER_REMOTE_KEY = 800
 _CHUNKS = 512  # more chunks than this are merged, because planning takes time with their square, ...
 _CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced

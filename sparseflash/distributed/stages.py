@@ -163,7 +163,7 @@ class _Work:
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
         if not rows.any():
-            rows[-1] = True
+            rows[-1] = True  # so that keys are sent in some stage
         if rows.mean() > FEW_QUERIES:
             rows[:] = True
         own = self.entries.columns_of(rows) & (self.stage_of == 0)

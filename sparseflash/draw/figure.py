@@ -117,6 +117,7 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
         found = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         image, share = colours(found.full, found.partial), _mean(mask, found)
         meanings = _meanings(mask, found)
+        # The image may extend past the ends; the axis limits below cut it.
         down = image.shape[0] * found.step[0] * mask.block_q
         across = image.shape[1] * found.step[1] * mask.block_k
     # "antialiased" averages if there are more cells than pixels; "nearest" would drop thin lines.

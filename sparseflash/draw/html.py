@@ -50,6 +50,7 @@ def to_html(mask: BlockMask) -> str:
 def svg(mask: BlockMask, cells: Shares) -> str:
     """One drawing: a path of horizontal strokes for each colour, with one stroke per run of equal cells."""
     full, partial = (np.ceil(share * _LEVELS) / _LEVELS for share in (cells.full, cells.partial))
+    # Rounded up, the two may sum to more than 1; scaling keeps the hue.
     rgb = colours(full / np.maximum(full + partial, 1), partial / np.maximum(full + partial, 1)).astype(np.int64)
     codes = rgb[..., 0] << 16 | rgb[..., 1] << 8 | rgb[..., 2]
     paths: dict[int, list[str]] = {}

@@ -62,6 +62,7 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None, *, by_he
     for b in chosen_batch:
         for h in chosen_heads:
             uses.setdefault((pattern[b][h], lengths[b]), {}).setdefault(b, []).append(h)
+    # A single picture of everything needs no title.
     shown = [
         (batch is not None or len(uses) > 1) and all_batch > 1,
         (heads is not None or len(uses) > 1) and all_heads > 1,
@@ -101,6 +102,7 @@ def _title(
     parts = []
     for users, of_batch in groups.items():
         names = []
+        # Names an axis only if the caller selected on it, or not all of the selection is in this group.
         if shown[0] and (asked[0] or len(of_batch) < len(batch)):
             names.append(f"batch {_ranges(of_batch)}")
         if shown[1] and (asked[1] or len(users) < len(heads)):

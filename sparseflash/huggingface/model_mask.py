@@ -122,7 +122,7 @@ class ModelMask(FlexMask):
 
         Made once for all layers that share the pattern.
         """
-        key = id(pattern), device
+        key = id(pattern), device  # the id is not reused, because the pattern is kept beside the mask
         if key not in self.made:
             self._make(pattern, device)
         found: BlockMask | None = self.made[key][1]
@@ -137,7 +137,7 @@ class ModelMask(FlexMask):
         if pattern is None and self._sees_everything():
             return None
         rule = fingerprint(self.rule)
-        if rule is None or self.shape[2] == 1:
+        if rule is None or self.shape[2] == 1:  # while generating, every token needs a new mask
             return self._made(pattern)
         key = rule, self.queries, self.keys, self.block, self.device, id(pattern)
         mask: BlockMask = once(_masks, key, lambda: (pattern, self._made(pattern)))[1]

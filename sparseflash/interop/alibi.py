@@ -11,6 +11,7 @@ from sparseflash import scores
 from sparseflash.blockmask.arguments import dense_tensor, integers
 from sparseflash.scores.change import Change, Scores
 
+# One object each, so that what it records is recorded once.
 _nothing = torch.zeros(0, device="cpu")
 _of_batch = scores.function(
     lambda score, b, h, q, k, slopes, shift: score - slopes[b, h] * (q + shift - k).abs(), _nothing, _nothing

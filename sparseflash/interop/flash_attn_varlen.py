@@ -59,7 +59,7 @@ def packed_attention(
         qh, kh, vh, mask, scale=softmax_scale, return_lse=True,
         dropout_p=dropout_p, scores=changes if changes.changes else None, backend=backend,
     )  # fmt: skip
-    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)  # not an index, whose gradient is a copy into zeros
     if padding:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding))
         lse = torch.nn.functional.pad(lse, (0, padding), value=-torch.inf)
@@ -80,7 +80,7 @@ class _Within:
 
 @bounded(maxsize=16)
 def _causal(block: Block) -> Pattern:
-    return partial(causal_mask, block=block)
+    return partial(causal_mask, block=block)  # kept, because masks are kept by the object
 
 
 def sides(window_size: Window, causal: bool) -> Window:

@@ -75,6 +75,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
     patterns = pattern_count(mask)
     runs = [dead_runs(mask, p) for p in range(patterns)]
     if causal is None:
+        # The first run of dead queries must reach the diagonal.
         keys = torch.arange(mask.k_len, device=mask.device)
         causal = mask.q_len == mask.k_len and all(bool((stop[:, 0] >= keys[: len(stop)]).all()) for _, stop, _ in runs)
     places = [(mask.pattern == p).nonzero()[0].tolist() for p in range(patterns)]

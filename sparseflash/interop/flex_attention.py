@@ -79,6 +79,7 @@ def create_block_mask(
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    # In compiled code, too, the mask is made anew at every call, because rules often read tensors.
     make = torch.compiler.disable(_created) if torch.compiler.is_dynamo_compiling() else _created
     return make(mask_mod, (B, H), (Q_LEN, KV_LEN), BLOCK_SIZE, device)
 
@@ -172,6 +173,7 @@ def _is_causal(mask: BlockMask | None) -> bool:
 
 
 def _is_known_causal(mask: BlockMask) -> bool:
+    # The host must not wait for the contents of a dynamic mask, which is made anew at every step.
     return is_countable(mask.indices) and is_causal(mask)
 
 
@@ -197,6 +199,7 @@ def _of_theirs(block_mask: Any, batch: int, heads: int) -> BlockMask:
     found = _converted.get(key)
     if found is None or not found[0].is_still(Captured(parts)):
         mask = from_flex(block_mask, batch=batch, heads=heads)
+        # Kept with what it was made of, so that the ids stay its own.
         found = _converted.put(key, (Captured(parts), mask, block_mask))
     made: BlockMask = found[1]
     return made

@@ -55,7 +55,7 @@ def in_supported_blocks(
 def _layout(lists: Lists, blocks: tuple[int, ...]) -> Tensor:
     counts, indices = lists
     listed = torch.arange(indices.shape[-1], device=counts.device) < counts.unsqueeze(-1)
-    number = torch.where(listed, indices.long(), blocks[1])
+    number = torch.where(listed, indices.long(), blocks[1])  # what is not listed goes to a column past the last
     found = torch.zeros(*counts.shape, blocks[1] + 1, dtype=torch.bool, device=counts.device)
     return found.scatter_(-1, number, True)[:, :, : blocks[0], : blocks[1]]
 

@@ -111,7 +111,7 @@ def _evaluate(
     from torch.nn.attention.flex_attention import create_mask
 
     # A mask_mod is written for single numbers and need not broadcast. create_mask is FlexAttention's own way of calling
-    # it; its batch elements are tiles here.
+    # it; its batch elements are tiles here. Positions past the end must not reach a mask_mod.
     def of_tile(e: Tensor, _: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q = (rows[e] * block_q + q_idx).clamp(max=q_len - 1)
         k = (cols[e] * block_k + kv_idx).clamp(max=k_len - 1)

@@ -125,7 +125,7 @@ def _neighborhood(
         batch, heads, dim = len(own), *own.shape[-2:]
         if dense_tensor(added, name).ndim != 4 or (added.shape[0], *added.shape[2:]) != (batch, heads, dim):
             raise ValueError(f"{name} must have shape [{batch}, L, {heads}, {dim}]; got {list(added.shape)}.")
-        if (added.dtype, added.device) != (own.dtype, own.device):
+        if (added.dtype, added.device) != (own.dtype, own.device):  # torch.cat would promote the dtype
             raise ValueError(
                 f"{name} must have the dtype and device of key and value, {own.dtype} and {own.device}; got "
                 f"{added.dtype} and {added.device}."
@@ -161,7 +161,7 @@ def _made(
     grid: tuple[int, ...], window: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...],
     causal: tuple[bool, ...], more: int, block: Block, device: torch.device,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:  # fmt: skip
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # otherwise a later training step could not use it
         order = _order(grid, dilation, max(block_pair(block)))
         rule: dict[str, Any] = {"window": window, "stride": stride, "dilation": dilation, "causal": causal}
         mask = neighborhood(grid, block=block, **rule)

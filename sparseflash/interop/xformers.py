@@ -135,7 +135,7 @@ def mask_of_bias(
     left, right = _limits(attn_bias, kind)
 
     def make() -> BlockMask:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # otherwise a later training step could not use it
             return _made(blocks, q_len, k_len, kind.corner == "bottom", left, right, block).to(device)
 
     key = kind, tuple(blocks), q_len, k_len, left, right, block, torch.device(device)

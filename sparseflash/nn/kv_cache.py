@@ -29,7 +29,7 @@ class KVCache:
         device = None if device is None else checked_device(device)
         if dtype is not None:
             check_dtype(dtype)
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # otherwise it could not be written to outside of inference mode
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
             self.v = self._values()
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)

@@ -55,9 +55,9 @@ class LayerMask:
             self._made.clear()
 
         def make() -> BlockMask:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # otherwise a later training step could not use it
                 made = self._for(q_len, k_len).to(device)
-            self._captured = Captured(self.given)
+            self._captured = Captured(self.given)  # as the function has left it, which may count its calls
             return made
 
         return once(self._made, (q_len, k_len, device), make)
@@ -85,7 +85,7 @@ class LayerMask:
         if mask.shape[1] not in (1, heads):
             raise ValueError(f"mask must be for one head or for the layer's {heads}; got one for {mask.shape[1]}.")
         key = "causal", tokens, device
-        if torch.compiler.is_compiling() or self._made.get(key) is mask:
+        if torch.compiler.is_compiling() or self._made.get(key) is mask:  # checked when the cache was made, or before
             return mask
         if not is_causal(mask):
             raise ValueError(

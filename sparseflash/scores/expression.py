@@ -26,6 +26,7 @@ class Node(NamedTuple):
     kind: Kind = "float"
 
 
+# The PyTorch function of each operation.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "floor_divide": torch.floor_divide, "remainder": torch.remainder,

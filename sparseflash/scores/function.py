@@ -54,6 +54,7 @@ class Function(Change, prepared=False):
             if self.derivative is not None:
                 second = recorded(self.derivative, self.given, device, into=found)
                 found, slope = second._replace(output=found.output), second.output
+            # Without the given tensors, which would stay in memory as long as the function.
             kept = self._recorded.put(device, (found._replace(tensors=found.tensors[len(self.given) :]), slope))
         found, slope = kept
         return found._replace(tensors=(*self.given, *found.tensors)), slope
@@ -83,7 +84,7 @@ class Function(Change, prepared=False):
             first = gradient * self._of_each("the derivative", self.derivative, scores.detach(), at)
         leaves = [x for x in (leaf, *tensors) if x.requires_grad]
         _check_leaves(result, leaves)
-        if not leaves or not result.requires_grad:
+        if not leaves or not result.requires_grad:  # it may ignore the score
             return first
         found = list(torch.autograd.grad(result, leaves, gradient, allow_unused=True))
         if self.derivative is None:

@@ -56,6 +56,7 @@ class Grid(Change, prepared=False):
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    # Lists, because torch.compile cannot trace generators here.
     return tuple([prod([2 * n - 1 for n in shape[axis + 1 :]]) for axis in range(len(shape))])
 
 

@@ -85,6 +85,8 @@ def _gelu(made: Expression, x: int, approximate: str = "none") -> int:
     return made.apply("mul", made.apply("mul", x, made.number(0.5)), made.apply("add", curve, made.number(1.0)))
 
 
+# Names of PyTorch's operators that return their input; the value that each operator fills with; how others are
+# recorded.
 SAME = ("clone", "alias", "contiguous")
 FILLED: dict[str, Callable[[Any], Any]] = {
     "full": lambda args: args[1], "scalar_tensor": lambda args: args[0],

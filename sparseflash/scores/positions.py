@@ -14,6 +14,8 @@ from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 
+# Functions of places in a call that call functions of positions, kept so that each is recorded once and not at every
+# step.
 _placed = BoundedDict(32)
 
 
@@ -87,7 +89,7 @@ def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
     """`Packed.places`, made once for all layers."""
 
     def make() -> tuple[Tensor, ...]:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # otherwise a later training step could not use them
             with contents_when_faking():
                 made = sequences.places(torch.device("cpu"))
             return tuple(x.to(device) for x in made)

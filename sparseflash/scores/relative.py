@@ -68,12 +68,12 @@ class Relative(Change, prepared=False):
 
     def prepared(self, sizes: Sizes) -> Codes:
         per_head(self.table, "table", sizes)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without reading them
             return Codes(self.table, *self._codes(sizes))
         key = sizes.q_len, sizes.k_len, sizes.device, self.sums
-        made = self._made.get(key)
+        made = self._made.get(key)  # looked up once: other threads may replace it
         if made is None:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # otherwise a later training step could not use them
                 made = self._codes(sizes)
                 if made[0].is_meta and not isinstance(made[0], FakeTensor):
                     made = self._as_on_a_gpu(sizes, made)
@@ -93,7 +93,7 @@ class Relative(Change, prepared=False):
         here = sizes._replace(device=torch.device("cpu"))
         try:
             codes = self._codes(here)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError):  # the bucket function may return meta tensors
             return made
         if not len(codes[0]) or not have_contents(codes[0]):
             return made

@@ -39,7 +39,7 @@ def in_rows(
     by_place: dict[str, Change] = {}
     logits = None
     group = sizes.heads // kv_heads
-    if given.find("tile_bias") is not None:
+    if given.find("tile_bias") is not None:  # before it is checked against a mask
         _refuse(_REFUSED)
     for change in given.prepared(sizes).changes:
         if change.kind in ("distance", "relative", "function"):

@@ -56,6 +56,7 @@ def recorded(
 
     Raises ValueError for everything that kernels do not take according to `scores.function`.
     """
+    # Dynamo cannot trace the recording. A decorator would import Dynamo for every user.
     record = torch.compiler.disable(_recorded) if torch.compiler.is_dynamo_compiling() else _recorded
     return record(function, given, device, into, may_capture_learned)
 
@@ -131,6 +132,8 @@ class _Calls(TorchDispatchMode):
             raise Refused(_NO_GRADIENTS)
         call = _Call(name, tree_map(self.of, args), tree_map(self.of, kwargs), func(*args, **kwargs))
         results = [x for x in tree_iter(call.result) if isinstance(x, Tensor)]
+        # Numbers of captured tensors, and of tensors made of numbers, are constants, as are numbers read without
+        # PyTorch. Other numbers would depend on these inputs. (The shape of an index is checked by itself.)
         is_shape = torch.Tag.dynamic_output_shape in func.tags and name != "index"
         if (is_shape or not results) and any(map(_is_computed, tree_iter((call.args, call.kwargs)))):
             raise Refused(_NUMBER)

@@ -98,6 +98,7 @@ def _exchanged(rows: Tensor, outgoing: list[int], incoming: list[int], context: 
     received = rows.new_empty(sum(incoming), *rows.shape[1:])
     width = rows.shape[1:].numel() * rows.element_size()
     if width:
+        # As bytes, so that every backend of torch.distributed takes every dtype.
         into, out = (x.view(-1).view(torch.uint8).view(len(x), width) for x in (received, rows))
         dist.all_to_all_single(into, out, incoming, outgoing, group=context.group)
     return received

@@ -35,7 +35,7 @@ class SelectionLayer(Heads):
     """
 
     pairs = 1  # keys and values that a token has: one of each for every branch
-    unrotated = 0
+    unrotated = 0  # the first key heads, which `rotary` does not rotate
     aligned = 1  # packed documents begin at multiples of this number of tokens
 
     def __init__(
@@ -173,7 +173,7 @@ class SelectionLayer(Heads):
             room = slice(None) if frame.lengths is not None else slice(frame.k_len)
             mixed = self.mix(x, q.to(cache.k.dtype), cache.k[:, :, room], cache.v[:, :, room], frame, cache)
         except BaseException:
-            cache.truncate(frame.start)
+            cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
             raise
         return self.merged(mixed.to(q.dtype))
 

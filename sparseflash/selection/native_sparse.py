@@ -122,6 +122,8 @@ class NativeSparseAttention(SelectionLayer):
         blocks, count = -(-frame.k_len // self.block), k_blocks.shape[2]
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         pieces, parts = self.compression // self.stride, self.block // self.stride
+        # Pieces of a block of compressed keys that lie in a block: of the one that begins `pieces - 1` strides before
+        # it, one; and so on.
         shares = F.conv1d(
             torch.ones(1, 1, parts, device=q.device), torch.ones(1, 1, pieces, device=q.device), padding=pieces - 1
         ).view(-1)

@@ -147,7 +147,7 @@ class VideoSparseAttention(Heads):
         key = shapes, texts, self.cube, x.device
 
         def make() -> Cubes:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False):  # otherwise a later training step could not use it
                 return cubes_of(shapes, texts, self.cube, x.device)
 
         return once(_layouts, key, make)

@@ -153,7 +153,7 @@ def compare(
     changes = None
     if scores is not None:
         changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]), mask=mask)
-        changes.prepared(q.device)
+        changes.prepared(q.device)  # raises if they do not fit
     learned: dict[str, Tensor] = {}
     if changes is not None and gradients and heads is None and blocks is None:
         learned = changes.learned

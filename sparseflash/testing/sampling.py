@@ -66,6 +66,7 @@ def sampled_part(layout: Tensor, block_q: int, block_k: int, *, blocks: int, see
         chosen.append(some.to(layout.device))
     rows, columns = chosen
     rows |= layout[:, columns].any(1)
+    # Gradients are complete for the key blocks that only chosen rows see.
     return Part(rows, ~layout[~rows].any(0), block_q, block_k)
 
 

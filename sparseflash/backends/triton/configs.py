@@ -169,6 +169,7 @@ _HOPPER_POINTERS: _Table = {
     ("dq", "fp32", 64): Config(64, 32, 4, 1),
 }
 
+# sm_100 and sm_103, not measured: as on Hopper.
 _BLACKWELL: _Table = {
     **(_HOPPER_COPYING if _COPYING else _HOPPER),
 }

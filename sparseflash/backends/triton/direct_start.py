@@ -29,6 +29,7 @@ from sparseflash.backends.triton import native
 from sparseflash.cuda_driver import cuda_driver, raise_if_failed
 
 DESCRIPTOR = "descriptor"
+# Triton's type names -> format characters of Python's struct.
 _CODES = {
     "i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
     "fp32": "f", "fp64": "d",

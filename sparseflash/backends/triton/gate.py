@@ -28,7 +28,7 @@ from sparseflash.backends.triton.hopper.configs import may_be_small
 from sparseflash.backends.triton.versions import is_measured, named, releases, triton_release, triton_version
 from sparseflash.blockmask.cache import BoundedDict, bounded
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `family` imports kernels; without Triton, `availability` must raise its error first
     from sparseflash.backends.triton.family import Request
 
 MODULE = "sparseflash.backends.triton.kernel_check"
@@ -158,7 +158,7 @@ def _facts(device: torch.device) -> dict[str, Any]:
         from triton.backends.nvidia.compiler import get_ptxas_version
 
         assembler = str(get_ptxas_version(10 * capability[0] + capability[1])).strip()
-    except Exception as error:
+    except Exception as error:  # the function is undocumented; the version of Triton is enough then
         assembler = type(error).__name__
     return {
         "triton": triton_release(), "assembler": assembler, "torch": torch.__version__,
@@ -188,7 +188,7 @@ def _file_of(facts: dict[str, Any]) -> Path:
 def _read(file: Path) -> Verdict | None:
     try:
         return Verdict(json.loads(file.read_text())["why"], str(file))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or not a file of ours
         return None
 
 
@@ -199,7 +199,7 @@ def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
             scratch = Path(folder) / file.name
             scratch.write_text(json.dumps({"why": why, **facts}, indent=1))
             os.replace(scratch, file)
-    except OSError:
+    except OSError:  # a full or read-only disk: the next process tries again
         return False
     return True
 

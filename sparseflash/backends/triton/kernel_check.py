@@ -118,6 +118,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     """The fault of the kernels that serve these inputs; "" if none."""
     from triton import knobs
 
+    # Triton does not store the report of ptxas, but prints it with this knob.
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     report = io.StringIO()
     ratios: list[tuple[str, float]] = []
@@ -188,7 +189,7 @@ def main(kind: str, device: str) -> None:
     try:
         with opened():
             why = fault(asked, examples)
-    except Exception as error:
+    except Exception as error:  # Triton, the driver and our own code may raise anything
         why = f"they do not run: {type(error).__name__}: {_first_line(error)}"
         if _lacks_memory(error):
             why, certain = f"there is too little memory to check them: {_first_line(error)}", False

@@ -51,10 +51,10 @@ class Variant:
             self.options["maxnreg"] = registers
         if resident:
             self.options["launch_cooperative_grid"] = True
-        self._compiled: Any = None
+        self._compiled: Any = None  # Triton's compiled kernel
         self._parameters: list[Parameter] | None = None
         self._function = 0
-        self._hooks: Any = None
+        self._hooks: Any = None  # Triton's launch hooks, for profilers; only Triton's launcher calls them
         self.index = device.index
         self.compiling: Future[None] | None = None
         self._prepared = False
@@ -152,7 +152,7 @@ class Launch:
         self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
-        self.kernel: Any = None
+        self.kernel: Any = None  # see `Variant.kernel`; made by the first start without Triton's launcher
         # An itemgetter of one name does not return a tuple.
         self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
             itemgetter(*examples) if len(examples) > 1 else lambda given: tuple(given[name] for name in examples)

@@ -70,7 +70,7 @@ def _shares(lses, row, inside):
     highest = tl.load(lses[0] + row, mask=inside, other=0.0)
     for part in tl.static_range(1, len(lses)):
         highest = tl.maximum(highest, tl.load(lses[part] + row, mask=inside, other=0.0))
-    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)  # -inf - -inf would be NaN
     total = tl.zeros_like(safe)
     for part in tl.static_range(len(lses)):
         total += tl.exp(tl.load(lses[part] + row, mask=inside, other=0.0) - safe)

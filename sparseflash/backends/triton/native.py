@@ -54,7 +54,7 @@ def _load() -> tuple[Any, str]:
         if _found is None:
             try:
                 _found = compiled(), ""
-            except Exception as error:
+            except Exception as error:  # no Triton, no compiler, no headers of Python, a cache that is read-only, ...
                 _found = python_start, f"{type(error).__name__}: {error}"
                 if find_spec("triton") is not None:
                     _log.warning(

@@ -215,6 +215,6 @@ def as_kernels_read(
     out, lse, kept = aligned_start(saved.out), aligned_start(saved.lse.contiguous()), saved.kept
     if kept is not None:
         kept = aligned_start(kept.contiguous())
-    if out is not saved.out or lse is not saved.lse or kept is not saved.kept:
+    if out is not saved.out or lse is not saved.lse or kept is not saved.kept:  # hooks may have changed them
         saved = saved._replace(out=out, lse=lse, kept=kept)
     return dout, dlse, saved

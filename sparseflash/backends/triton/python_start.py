@@ -32,7 +32,7 @@ class Kernel:
         self._made = function, launch, replace, resident
         self.programs, self._block = programs, (threads, 1, 1, shared)
         self._parameters, self._values, self._names = parameters, values, names
-        self._size, self._lock = len(contents), threading.Lock()
+        self._size, self._lock = len(contents), threading.Lock()  # held until the launch has copied the parameters
         self._memory = ctypes.create_string_buffer(len(contents) + _ALIGNMENT)
         self._skipped = -ctypes.addressof(self._memory) % _ALIGNMENT
         self._start = ctypes.addressof(self._memory) + self._skipped

@@ -54,7 +54,7 @@ def releases() -> str:
 
 def triton_release() -> str:
     """The full version string of the installed Triton."""
-    import triton
+    import triton  # late: this module must be importable without Triton
 
     return str(triton.__version__)
 

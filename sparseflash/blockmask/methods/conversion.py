@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is moved to a GPU
 _SHARED_BYTES = 1 << 16  # masks up to this size are compared by their contents, which takes a few microseconds
 _SHARING = ["cuda"]  # kinds of devices on which equal masks share their arrays; tests add another
-_shared = BoundedDict(64)
+_shared = BoundedDict(64)  # masks without lengths on these devices, by their contents
 
 
 @constant_if_its_mask_is
@@ -55,7 +55,7 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
     contents = [x.numpy().tobytes() for x in whole._arrays() if x is not None]
 
     def make() -> BlockMask:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # otherwise a later training step could not use it
             return _moved(whole, device)
 
     there = once(_shared, (device, *whole._numbers(), whole.pattern.shape, *contents), make)

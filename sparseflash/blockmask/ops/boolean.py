@@ -59,7 +59,7 @@ def complement(mask: BlockMask) -> BlockMask:
     mask = bake_lengths(mask)
     stored, (row_blocks, col_blocks) = tiles_of(mask), mask.blocks
     count = stored.patterns * row_blocks * col_blocks
-    kind = torch.zeros(count, dtype=torch.int64, device=mask.device)
+    kind = torch.zeros(count, dtype=torch.int64, device=mask.device)  # tiles that are not stored become full
     key = stored.row * col_blocks + stored.col
     kind[key] = torch.where(stored.kind > 0, stored.kind, -1)
     key = (kind >= 0).nonzero().squeeze(1)

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
 # The fewest numbers that the backward's loading warp passes to the warpgroups in a step. With fewer, the buffers of
 # plain kernels would move, and plain kernels have been measured with this layout.
 _LEAST_TOLD = 5
+# An example of memory for sums. Compiled kernels do not depend on its size.
 _SOME_SUMS = torch.empty(16, dtype=torch.float32, device="meta")
 
 
@@ -133,7 +134,7 @@ class HopperKind:
     # and subtraction of a scaled maximum would leave an arbitrary number instead of 0.
     maxima: Literal["scaled", "coarse", "unscaled"] = "scaled"
 
-    may_be_nan = False
+    may_be_nan = False  # scores past the lengths may be NaN
     # What the number from `of_rows` belongs to: the tile, each row (only in the backward), or each thread of a row.
     adds: Literal["tile", "rows", "threads"] = "tile"
     told = 0  # in the backward, how many numbers `tell` returns

@@ -57,7 +57,7 @@ def biases_kernel(
     biases = finite_product(values.to(tl.float32), factor)
     if IN_PIECES:
         target = biases_ptr + (tl.cast(row, tl.int64) * (PIECES * size) + key)
-        is_finite = tl.abs(biases) < float("inf")
+        is_finite = tl.abs(biases) < float("inf")  # other numbers would have pieces that are NaN
         first, second, third = split(tl.where(is_finite, biases, 0.0), tl.bfloat16)
         tl.store(target, tl.where(is_finite, first, biases.to(tl.bfloat16)), mask=key < size)
         tl.store(target + size, second, mask=key < size)

@@ -143,7 +143,7 @@ class Changes:
             raise RuntimeError("the changes have more whole numbers than the kernels have arguments for them")
         self.cache_key = hashlib.sha256(repr([each.key for each in kinds]).encode()).hexdigest()
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # within one process, Triton identifies compile-time arguments by their repr
         return f"Changes({self.cache_key})"
 
     def __eq__(self, other: object) -> bool:

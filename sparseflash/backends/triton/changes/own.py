@@ -40,7 +40,7 @@ def apply(
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
-    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
+    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)  # the function may index tensors with q and k
     scores, slope, more = CHANGES.kinds[NUMBER].CHANGED(
         scores, at.batch, at.head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), args.tensors,
         args.numbers[0], CHANGES.kinds[NUMBER].HARDWARE_TANH,
@@ -239,7 +239,7 @@ def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         exec(compile(text, name, "exec"), found)
         for each in list(found.values()):
-            if hasattr(each, "rewrite"):
+            if hasattr(each, "rewrite"):  # otherwise the interpreter reads the source at the first call, maybe too late
                 each.rewrite()
         _made.put(text, found)
     return found

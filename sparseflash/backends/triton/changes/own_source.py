@@ -70,7 +70,7 @@ class Source:
 
     def __init__(self, made: Expression, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
         self._made, self._tensors, self._sizes = made, tensors, sizes
-        self.numbers: list[int] = []
+        self.numbers: list[int] = []  # strides and sizes, passed as arguments so that the text does not depend on them
         self._names: dict[tuple[int, str, int], str] = {}
         self._lines: list[str] = []
         # Of each node, found once: a value may be used by many others.
@@ -99,7 +99,7 @@ class Source:
                 entries[at] = len(more)
                 more.append(f"tl.zeros(score.shape, tl.int32) + {self._entry(made.nodes[at], loads[at])}")
         result = self._value(output)
-        if made.score not in made.reads(output):
+        if made.score not in made.reads(output):  # only the score surely has the shape of a tile
             result = f"tl.zeros(score.shape, tl.float32) + {result}"
         if self._outside:
             result = f"tl.where({' + '.join(self._outside)} == 0, {result}, float('nan'))"
@@ -269,7 +269,7 @@ class Source:
                 f"{list(x.shape)} with strides {list(x.stride())}. Use scores.bias or backend='blockwise'."
             )
         mask = ""
-        if outside:
+        if outside:  # summed, because Triton's interpreter cannot take `&` of a scalar and a tile as a mask
             self._lines.append(f"outside{number} = {' + '.join(outside)}")
             self._outside.append(f"outside{number}")
             mask = f", mask=outside{number} == 0, other=0"

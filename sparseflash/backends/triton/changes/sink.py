@@ -39,7 +39,7 @@ def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
 @triton.jit
 def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
     exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
-    exps = exp2_rounded(tl.minimum(exponent, 0.0))
+    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # above 0 or NaN only for a query without keys
     return delta - exps * inverse * estimate, weight + exps
 
 

@@ -237,7 +237,7 @@ class TableKind(Kind):
         self._has_runs, self._dtype = change.until.numel() > 0, request.dtype
         super().__init__({"begin": begin_runs, "apply": apply_runs} if self._has_runs else {"apply": apply_codes})
         self.whole = len(change.buckets), change.table.shape[1]
-        self.facts["COMPILED"] = not INTERPRETED
+        self.facts["COMPILED"] = not INTERPRETED  # inline assembly needs a compiler
         if any(wanted):
             self.rows = {"gradient": gradient_codes}
             if self._has_runs:

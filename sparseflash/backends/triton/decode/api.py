@@ -88,6 +88,7 @@ class Call:
             tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
             stages, q.device,
         )  # fmt: skip
+        # Modified scores are scaled before, and so natural.
         qk_scale, in_softmax = (LOG2E.value, 1.0) if is_changed else (scale * LOG2E.value, scale)
         sizes = (
             _stride(of.lengths, "lengths"), 0 if of.starts is None else _stride(of.starts, "starts"),
@@ -165,6 +166,7 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
     return stride % 16 == 0, stride == 1, stride >= 2**31
 
 
+# The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=128)
 def _kernels(
     shape: Shape, splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],

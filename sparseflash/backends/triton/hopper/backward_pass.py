@@ -48,7 +48,7 @@ class BackwardLayout:
     keys = BLOCK[1]
     computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     learns: bool  # whether a tensor of the score modifications needs a gradient
-    has_gaps = False
+    has_gaps = False  # whether parts have channels that the kernel does not write
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,

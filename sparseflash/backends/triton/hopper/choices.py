@@ -43,7 +43,7 @@ def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
 
 def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
     retiling = plan.lists.retiling
-    if retiling is None:
+    if retiling is None:  # of a mask that is made at every step; the tiles are not known on the host
         return True
     most = next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
     live, united = plan.tiles_per_head * plan.lists.patterns, retiling.count(0, Tiling(*BLOCK))

@@ -447,7 +447,7 @@ def send(
     """Writes channels from FIRST on, and the rest from DV on if DV_REST is not 0, through this warpgroup's buffers."""
     o_desc, o_rest_desc = out_descs
     o_s, o_rest_s = out_s
-    tma.store_wait(0)
+    tma.store_wait(0)  # until the last tile has been read
     o_s.index(C).store(out.to(o_s.dtype))
     if DV_REST > 0:
         o_rest_s.index(C).store(rest.to(o_s.dtype))
@@ -855,6 +855,7 @@ def forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc)
     loads = (descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, changes)
     reads = (lists, words_ptr, (o_desc, o_rest_desc), lse_ptr, parts_ptr, qk_scale, q_len, k_len - q_len, changes)
+    # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc
     if D_REST > 0:
         q_rest_s, k_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST), tiles_of(dtype, STAGES, BLOCK_N, D_REST)

@@ -17,9 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
+# Triton 3.9 has renamed both.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+# Triton 3.6 has it under another name.
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
 if hasattr(tma, "async_atomic_add"):

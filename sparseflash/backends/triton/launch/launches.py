@@ -15,6 +15,7 @@ from sparseflash.backends.triton.launcher import Describe, Launch, Variant
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout
 
+# Examples of arguments that only some launches have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
 SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
 SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")

@@ -139,7 +139,7 @@ def backward_plan(
     walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
     parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs, cuts.RULE if may_wait else cuts.NEVER)
     items = _dealt(parts.size.sum(1).cpu().numpy(), programs)
-    if not may_wait:
+    if not may_wait:  # all programs, some perhaps without an item
         items = items._replace(start=np.pad(items.start, (0, programs + 1 - len(items.start)), mode="edge"))
     arrays = [torch.from_numpy(x).int() for x in items]
     *of_items, start = to_device(arrays, device)

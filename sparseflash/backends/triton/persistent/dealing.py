@@ -115,7 +115,7 @@ def _is_long(size, items, programs, total, least):
 def _write_keys(size_ptr, key_ptr, items, total, programs, room, least, AT_ONCE: tl.constexpr):
     """Writes the sort keys of all items, which have `total` entries together. Unused places of `room` sort last."""
     lane = tl.arange(0, AT_ONCE)
-    others = tl.zeros([], tl.int32)
+    others = tl.zeros([], tl.int32)  # items that are not long
     for first in range(0, items, AT_ONCE):
         size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
         is_short = ~_is_long(size, items, programs, total, least) & (first + lane < items)

@@ -51,6 +51,7 @@ def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Workl
     return Worklist(work, index, tile, lists.words)
 
 
+# Triton specialises these kernels on nothing but their arguments: see `Launch.of_all_arguments`.
 @bounded(maxsize=32)
 def _launch(device: torch.device) -> Launch:
     return Launch.of_all_arguments(items_kernel, device, num_warps=4, num_stages=1)

@@ -100,6 +100,7 @@ def _planned(
     band = reference.band_of(rows)
     place += (rows, band, reference.stride_of(band), room)
     if may_wait:
+        # The only time that the host waits.
         parts, parts_cut, cut, entries, chains, span = [1] * 6 if total.is_meta else total.tolist()
         programs = min(programs, parts)
         cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)

@@ -90,7 +90,7 @@ def forward_plan(
             items, merged = cut_items(items, cuts)
             parts = cuts.parts
     index, tile = lists.index, lists.tile
-    if len(index) < 2:
+    if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
     lengths = items.size.view(-1)
     order = start_order(lengths.clamp(min=1), programs) if may_wait else worklists.start_order(lengths)

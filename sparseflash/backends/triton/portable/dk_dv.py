@@ -113,6 +113,7 @@ def dk_dv_step(
         "col_tiles", "row_stride",
         *WHOLE_NUMBERS,
     ],
+    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dk_dv_kernel(

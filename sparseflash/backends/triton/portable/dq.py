@@ -34,6 +34,7 @@ from sparseflash.backends.triton.schedule.work_item import ITEM
         "row_tiles", "row_stride",
         *WHOLE_NUMBERS,
     ],
+    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dq_kernel(

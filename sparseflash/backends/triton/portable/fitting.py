@@ -45,7 +45,7 @@ def config_for(
         num_warps = min(num_warps, 4)
     if rows < 64 and padded_dim <= 128 and arithmetic == "half":
         num_warps = min(num_warps, _fewest_warps(kernel, block_m, block_n, padded_dim))
-    is_whole = (block_m, block_n, num_warps) == chosen[:3]
+    is_whole = (block_m, block_n, num_warps) == chosen[:3]  # otherwise there is no need to limit registers
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 

@@ -64,6 +64,7 @@ def forward_step(
         "row_tiles",
         *WHOLE_NUMBERS,
     ],
+    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def forward_kernel(

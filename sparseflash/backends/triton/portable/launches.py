@@ -116,7 +116,7 @@ class KernelLayout:
         self.softmax_scale, self.qk_scale = numbers.scale, numbers.scale * LOG2E.value
         if changed is not None and changed.are_changed:
             self.softmax_scale, self.qk_scale = 1.0, LOG2E.value
-        self._launches: dict[tuple[Tiling, bool], Launch] = {}
+        self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; bounded by the number of tilings
 
     def bind(self, plan: Plan) -> Bound:
         over_columns = self.kernel == "dk_dv"

@@ -132,6 +132,7 @@ def _writing(device: torch.device, group: int) -> Launch:
     return Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1)
 
 
+# A mask's arrays may have any address; no load here gains from alignment to 16 bytes.
 @triton.jit(
     do_not_specialize=["entries", "room", "share"],
     do_not_specialize_on_alignment=["indptr_ptr", "index_ptr", "tile_ptr", "full_ptr", "count_ptr"],
@@ -279,7 +280,7 @@ def _size_of(
 )
 def rank_kernel(
     pattern_ptr, count_ptr, order_ptr,  # int32 [B, Hq], [rows]; int64 [items]
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Writes the order of AT_ONCE work items among all: the longest first, equal ones by their numbers."""

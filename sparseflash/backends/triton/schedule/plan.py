@@ -60,7 +60,7 @@ class MaskLists:
         self._made: list[TileLists | None] = [None, None]
         self.retiling = retiling  # None if the mask must be run in its own tiles
         self.patterns, self.tokens = patterns, tokens
-        self.may_wait = may_wait
+        self.may_wait = may_wait  # whether the host may synchronise to read the lengths of the lists
         self.reusable = reusable  # False for a dynamic mask
         self.device = device
         self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are on the host

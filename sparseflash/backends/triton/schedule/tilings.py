@@ -45,6 +45,7 @@ TILE_COSTS = {
     "fp32": {"loading": 0.05, "loading_gathered": 0.3, "step": 0.1, "program": 0.4, "worth": 0.9},
 }
 
+# Other tilings take time to count and to make, once per mask. They are tried only if a head has this many products.
 PRODUCTS_FOR_TILINGS = 20_000_000
 
 Tile = tuple[int, int]
