@@ -95,6 +95,7 @@ def antidiagonal_scores(
 
 
 def _groups(x: Tensor, block: int, stride: int, lengths: Tensor | None) -> Tensor:
+    """Tokens in groups, `[B, H, N, D]` to `[B, H, G, stride, D]`, padded with 0 to whole blocks."""
     if lengths is not None:
         past = torch.arange(x.shape[2], device=x.device) >= lengths.view(-1, 1)
         x = x.masked_fill(past[:, None, :, None], 0.0)

@@ -95,7 +95,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
 
 
 def _lines(places: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A line is named by its axis and its first token."""
+    """int64 `[N, axes]`: the lines through each token. A line is named by its axis and its first token."""
     steps = torch.tensor(strides(shape), device="cpu")
     token = (places * steps).sum(1, keepdim=True)
     return token - places * steps + torch.arange(len(shape), device="cpu") * len(places)

@@ -87,6 +87,7 @@ def mask_of_queries(
 
 @bounded_tensors(maxsize=32)
 def _first_keys(block_k: int, rows: int, device: torch.device) -> Tensor:
+    """The words of tiles with the first 1, 2, ... keys live: int32 `[block_k - 1, rows, words]`."""
     words = torch.from_numpy(bitmask.below(np.arange(1, block_k), block_k))
     return words.unsqueeze(1).expand(-1, rows, -1).contiguous().to(device, non_blocking=True)
 
@@ -102,6 +103,7 @@ def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tup
 
 
 def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tensor, Tensor]:
+    """The lists in ascending order, int64, and where a block occurs in them for the first time."""
     col = index.to(torch.int64)  # a narrow type may be too small for the bounds
     none = (col < 0) | (col >= cols)
     if counts is not None:
@@ -112,6 +114,7 @@ def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tenso
 
 
 def _compacted(kept: Tensor, col: Tensor, kind: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`(indptr, indices, tile)` of the entries of lists `[B, H, rows, K]` that are kept."""
     choices, device = kept.shape[3], kept.device
     check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)

@@ -145,6 +145,7 @@ def _span(span: int, k_len: int) -> int:
 
 
 def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: int, *, distinct: bool) -> BlockMask:
+    """The mask of `indices [B, H, Nq, K]`; `distinct` promises that a query names no key twice."""
     group = head_count(group, "group", "query heads")
     batch, heads, _, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
@@ -222,6 +223,7 @@ def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:
+    """The indices of each query in ascending order, with -1 in place of repetitions."""
     if not indices.dtype.is_signed:
         indices = indices.to(torch.int64)
     indices = indices.sort(-1).values

@@ -68,7 +68,7 @@ def attention(
         k: keys `[B, Hkv, Nk, D]`. Hq must be a multiple of Hkv (grouped and multi-query attention): query head h reads
             key head `h // (Hq // Hkv)`.
         v: values `[B, Hkv, Nk, Dv]`. q, k and v must share one floating dtype and one device, and their last dimension
-            must be contiguous.
+            must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
         mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
             must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
             finite, because a weight of 0 times NaN is NaN.
@@ -77,7 +77,8 @@ def attention(
             scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it. By it results
             over parts of the keys are merged (`merge_attention`).
         dropout_p: the probability that a softmax weight is set to 0, below 1; kept weights are divided by the
-            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0.
+            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0. Pass 0
+            when you are not training, as to PyTorch's own attention.
         seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which may change between replays
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
             (`dropout.keep_mask` returns them). None: drawn from the PyTorch generator of q's device, so

@@ -152,6 +152,7 @@ def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _once(pages: Tensor) -> Tensor:
+    """The chosen pages, each once, and -1 in place of repetitions."""
     if pages.dtype != torch.int32:  # int64 would name other pages in 32 bits
         pages = pages.long()
     pages = pages.sort(dim=-1, descending=True).values

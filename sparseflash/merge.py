@@ -170,6 +170,7 @@ def _is_fused(x: Tensor) -> bool:
 
 
 def _without_dead(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> list[Tensor]:
+    """The outs, with 0 for queries without keys, because 0 times NaN is NaN."""
     return [out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0) for out, lse in zip(outs, lses, strict=True)]
 
 

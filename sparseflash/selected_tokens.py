@@ -148,6 +148,7 @@ def _chosen_backend(backend: str | None, device: torch.device) -> str:
 
 
 def _sorted(index: Tensor, k_len: int, causal: bool) -> Tensor:
+    """The lists in ascending order, int32, with -1 for entries that are no token or repeat one."""
     index = index.to(torch.int64)
     none = (index < 0) | (index >= k_len)
     if causal:
@@ -178,6 +179,7 @@ def _checked_v_dim(v_dim: int | None, k: Tensor) -> int:
 
 
 def _live(index: Tensor, k_len: int, causal: bool) -> Tensor:
+    """The docstring's rule: bool `[B, Hkv, Nq, Nk]`."""
     index = index.to(torch.int64)
     none = (index < 0) | (index >= k_len)
     live = torch.zeros(*index.shape[:3], k_len + 1, dtype=torch.bool, device=index.device)

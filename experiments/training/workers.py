@@ -21,7 +21,8 @@ def available_cores() -> int:
 
 class _Worker(SpawnProcess):
     """NumPy's OpenBLAS would start a spinning thread for each core. The libraries read the number when they are
-    loaded."""
+    loaded.
+    """
 
     def start(self) -> None:
         before = {name: os.environ.get(name) for name in THREADS}

@@ -103,7 +103,10 @@ row_frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> Frame:
-    """The tiles of `row_frame`; the first `sink` columns, and tiles nearer than `local` to the diagonal, are forced."""
+    """The tiles of `row_frame`; the first `sink` columns, and tiles nearer than `local` to the diagonal, are forced.
+
+    A block row may cross the diagonal in several tiles, which are all at distance 0.
+    """
     block_q, block_k = block
     shift = k_len - q_len
     with contents_when_faking():
@@ -127,6 +130,7 @@ frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _longer_than(counts: Integers, stop: int) -> Integers:
+    """The number of counts above 0, 1, ..., stop - 1."""
     found: Integers = len(counts) - np.bincount(counts, minlength=stop + 1).cumsum()[:stop]
     return found
 

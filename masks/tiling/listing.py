@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     """`(rows, cols)` of the tiles `first[i] <= j <= last[i]` of every block row i, sorted; none where last < first.
 
+    `first`, `last`: int64 `[Mq]`, block columns.
+
     >>> rows, cols = between(torch.tensor([0, 2, 5]), torch.tensor([1, 2, 4]))
     >>> rows.tolist(), cols.tolist()
     ([0, 0, 1], [0, 1, 2])

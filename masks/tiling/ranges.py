@@ -83,7 +83,11 @@ def within_ranges(
 
 
 def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor, offset: Tensor, step: int) -> Tensor:
-    """A number for each tile, int64 `[E]`; equal numbers see the same part of equal key shapes, on one axis."""
+    """A number for each tile, int64 `[E]`; equal numbers see the same part of equal key shapes, on one axis.
+
+    `windows` int32 `[W, block_q, 2]`, from the first query; `keys` int32 `[S, block_k]`, from the first key, which is
+    `offset` int32 `[E]` from the first query.
+    """
     profiles, profile = bitmask.deduplicate(windows.contiguous())
     lowest, highest = keys.aminmax(dim=1)
     number, count = number_combinations([profile[window], lowest[key_shape], highest[key_shape], offset])

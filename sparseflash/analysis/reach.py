@@ -128,7 +128,9 @@ def _power(step: Relation, exponent: int) -> Relation:
 
 
 def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relation, list[Relation]]:
-    """A goal that a relation meets must be met by all larger relations."""
+    """`T, T^2, T^4, ...` of the whole list of layers T, up to the first that meets the goal or changes nothing. A goal
+    that a relation meets must be met by all larger relations.
+    """
     power, *others = element.steps()
     for step in others:
         power = compose(step, power)
@@ -164,6 +166,7 @@ def _first(element: Element, powers: list[Relation], goal: Callable[[Relation], 
 
 
 def _most(masks: Masks, needed: Callable[[Element], int | None]) -> int | None:
+    """The most layers that any batch element needs; None if one never meets the goal."""
     every = checked(masks)
     check_size(every)
     found: dict[object, int | None] = {}

@@ -65,9 +65,11 @@ class Relation:
         return self.full | self.partial()
 
     def fills_rows(self) -> NDArray[np.bool_]:
+        """The kinds of tile in which each query sees some key: bool `[T]`."""
         return np.asarray((self.words != 0).any(2).all(1).numpy(), np.bool_)
 
     def fills_columns(self) -> NDArray[np.bool_]:
+        """The kinds of tile in which each key is seen by some query: bool `[T]`."""
         seen = np.bitwise_or.reduce(self.words.numpy(), axis=1)
         return np.asarray((seen == bitmask.full_word(self.block)).all(1), np.bool_)
 

@@ -35,9 +35,11 @@ class Walk:
     users: tuple[tuple[int, int], ...]
 
     def live(self) -> Tensor:
+        """Live scores of each tile: int64 `[E]`."""
         return self.per_kind()[self.kind]
 
     def per_kind(self) -> Tensor:
+        """Live scores of each kind: int64 `[1 + T]`."""
         return torch.cat([torch.tensor([self.block_q * self.block_k], device="cpu"), bitmask.live_scores(self.bits)])
 
 

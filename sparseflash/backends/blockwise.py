@@ -23,6 +23,8 @@ from sparseflash.scores.change import Scores
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Disables autocast: the inputs have been cast already, and products in fp32 must stay in fp32."""
+
     @wraps(function)
     def run(q: Tensor, *rest: Any) -> Any:
         with torch.autocast(q.device.type, enabled=False):
@@ -159,4 +161,5 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _or_one(total: Tensor) -> Tensor:
+    """Replaces sums of 0, of queries without keys, by 1."""
     return total.masked_fill(total == 0, 1.0)

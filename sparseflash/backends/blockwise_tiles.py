@@ -55,8 +55,8 @@ class Tiles:
         self.dtype = torch.promote_types(q.dtype, torch.float32)
 
     def cut(self, x: Tensor, block: int, *, last: bool = False) -> Tensor:
-        """The padding is zeros, or the last token if `last`: a score modification need only be finite for scores of
-        tokens.
+        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`. The padding is zeros, or the last token
+        if `last`: a score modification need only be finite for scores of tokens.
         """
         batch, heads, length, dim = x.shape
         count = -(-length // block)
@@ -67,6 +67,7 @@ class Tiles:
         return padded.view(batch * heads, count, block, dim)
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `cut`, for the lengths of `like`: `[B * H, M, block, ...]` to `[B, H, N, ...]`."""
         batch, heads, length = like.shape[:3]
         return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
 
@@ -92,6 +93,7 @@ class Tiles:
         )  # fmt: skip
 
     def sink(self, part: Rows, changes: Scores | None) -> Tensor | None:
+        """The logits of the heads' sinks, `[n, 1, 1]`."""
         found = None if changes is None else changes.find("sink")
         return None if found is None else found.logits[part.heads % self.heads].view(-1, 1, 1).to(self.dtype)
 

@@ -112,6 +112,8 @@ def rows_of(mask: BlockMask, positions: Tensor) -> Tensor:
 
 
 def _gathered(cache: Tensor, block_table: Tensor) -> Tensor:
-    """Page numbers are clamped: the table may hold anything for pages that are not in use yet."""
+    """The pages of each sequence concatenated, `[B, Hkv, n * page, D]`. Page numbers are clamped: the table may hold
+    anything for pages that are not in use yet.
+    """
     pages = cache[block_table.long().clamp(0, cache.shape[0] - 1)]  # [B, n, Hkv, page, D]
     return pages.transpose(1, 2).flatten(2, 3)

@@ -57,7 +57,10 @@ def attention_of_live(
     q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, dropout: Dropout | None = None,
     changes: Scores | None = None, at: Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention_to_live` with every step in the inputs' own dtype."""
+    """`attention_to_live` with every step in the inputs' own dtype.
+
+    at: the positions of the scores, if only a part of the problem of `changes`.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
     scores = _product(q, k.transpose(-1, -2)) * scale  # [B, Hq, Nq, Nk]

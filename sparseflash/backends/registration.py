@@ -184,7 +184,8 @@ class Operator(RegisteredOperator):
 
     def _mapped(self, info: Any, dims: Sequence[int | None], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
         """The mapped dimension is folded into the batch; the slices run one after another with a pattern per batch
-        element, with dropout, or if more than q, k and v is mapped."""
+        element, with dropout, or if more than q, k and v is mapped.
+        """
         tensors, problem, size = arguments[:3], Problem(*arguments[3:]), info.batch_size
         own_patterns = problem.pattern is not None and len(problem.pattern) > 1
         if own_patterns or problem.seed is not None or any(dim is not None for dim in dims[3:]):

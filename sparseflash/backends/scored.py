@@ -148,6 +148,8 @@ class Run:
 
 
 class _Once(torch.autograd.Function):
+    """A backward without a registered operator. It raises if its gradients are differentiated again."""
+
     @staticmethod
     def forward(
         ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], dout: Tensor, dlse: Tensor | None, *rest: Any

@@ -137,6 +137,7 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbered(words: Tensor, known: dict[bytes, int], first_new: int) -> tuple[Tensor, Tensor]:
+    """The number of each tile, int64 `[E]`, and the positions of new tiles, which are added to `known`."""
     inverse: list[int] = []
     representative: list[int] = []
     for place, tile in enumerate(words.numpy()):

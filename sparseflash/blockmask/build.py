@@ -189,6 +189,9 @@ def _in_order(rows: Integers, cols: Integers) -> bool:
 
 
 def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> Tensor | None:
+    """The scores inside the ends, words `[4, block_q, W]`: uncut, cut in queries, in keys, in both; None if no tile is
+    cut.
+    """
     live_q, live_k = (q_len - 1) % block_q + 1, (k_len - 1) % block_k + 1
     if (live_q, live_k) == (block_q, block_k):
         return None

@@ -118,6 +118,8 @@ def cleared_with_caches(clear: Callable[[], None]) -> Callable[[], None]:
 def clear_caches() -> None:
     """Empties all of sparseflash's caches and frees the memory that only they hold.
 
+    Every cache is bounded, so this is only needed to measure memory, or in a program that will not repeat earlier work.
+
     >>> import sparseflash
     >>> sparseflash.clear_caches()
 
@@ -143,7 +145,11 @@ def clear_caches() -> None:
 
 
 def attach_cache(indices: Tensor, *, may_wait: bool, others: tuple[Any, ...]) -> None:
-    """Gives the indices of a newly made mask a cache."""
+    """Gives the indices of a newly made mask a cache.
+
+    `may_wait`: whether the host may wait for the indices' values, once; not for dynamic masks, which are made at every
+    step.
+    """
     if torch.compiler.is_compiling():
         # The mark tells `mask_cache` that the indices which the compiled code returns may get a cache, unless the mask
         # is dynamic.

@@ -20,6 +20,7 @@ Trace = tuple[int, tuple[str, ...]]
 
 
 def _output() -> Any:
+    """The output graph that Dynamo is tracing into; None if the code runs eagerly after a graph break."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

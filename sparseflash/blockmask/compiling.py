@@ -107,6 +107,7 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
+    """Raises TypeError if any tensor, or any of a mask, is fake."""
     from sparseflash.blockmask.mask import BlockMask
 
     for leaf in tree_leaves(arguments):

@@ -33,6 +33,7 @@ class _Kept:
         self.tensors: dict[int, Tensor] = {}
 
     def is_released(self) -> bool:
+        """Whether the graph has been destroyed. Returns True only once, and then frees the semaphore."""
         if _libc().sem_trywait(self.semaphore) != 0:
             return False
         _libc().free(self.semaphore)

@@ -143,7 +143,8 @@ class BlockMask:
     def _words(self) -> Tensor:
         """The bits as the operator takes them: one flat view, int32 `[T * block_q * W]`.
 
-        If no tile is partial it is one dead tile, because torch.compile would specialise on a size of 0.
+        If no tile is partial it is one dead tile, because torch.compile would specialise on a size of 0. It is not a
+        field, because FSDP rebuilds a mask from its fields, and this one is derived from `bits`.
         """
         if self.bits.shape[0] > 0:
             return self.bits.view(-1)

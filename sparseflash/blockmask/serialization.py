@@ -149,6 +149,7 @@ def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]
 
 
 def _check_members(members: list[zipfile.ZipInfo], names: list[str], size: int) -> None:
+    """The checks that need only the directory of the archive."""
     for member, name in zip(members, names, strict=True):
         if name not in _MEMBERS or member.filename != f"{name}.npy":
             raise ValueError(f"an unknown member {member.filename!r}")

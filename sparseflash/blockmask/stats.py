@@ -49,6 +49,7 @@ def live_scores(mask: BlockMask) -> float:
 def _live_scores_to(
     mask: BlockMask, q_stop: int, k_stop: int, stored: tuple[Tensor, Tensor, Tensor], a_tile: Tensor, patterns: int
 ) -> Tensor:
+    """Live scores of each pattern among the first `q_stop` queries and `k_stop` keys: int64 `[P]`."""
     row_blocks = mask.blocks[0]
     rows, j, tile = stored
     i = rows % row_blocks

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 @functools.cache
 def _setter() -> Callable[[int], Any] | None:
+    """OpenMP's setter of the calling thread's number of threads; None where OpenMP is missing."""
     if sys.platform != "linux":
         return None
     # A preloaded OpenMP is in the program's own scope, and then PyTorch uses it, too.

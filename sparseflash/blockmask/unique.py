@@ -36,6 +36,8 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
 def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
     """`(number, first)`: `values` numbered 0, 1, ... by first appearance, and the positions of the first appearances.
 
+    `values`: int64 `[E]`; `values[first][number] == values`, and `first` ascends.
+
     >>> number, first = number_by_first_appearance(torch.tensor([7, 3, 7, 0]))
     >>> number.tolist(), first.tolist()
     ([0, 1, 0, 2], [0, 1, 3])

@@ -41,7 +41,7 @@ def vectorized(
     [[3, 4], [7, 8]]
 
     name, what: names of the function and of the elements in errors. single: checks one result and returns it as a
-    tensor.
+    tensor. The result has size 1 in every dimension in which all arguments have size 1.
 
     The function is called through `torch.vmap`. A function that vmap cannot call receives the arguments unchanged, and
     must then treat each element by itself: some of its results are compared with calls for single numbers.
@@ -287,6 +287,7 @@ def _is_simple(x: Any) -> bool:
 
 
 def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
+    """`x[index]`, where all tensors in `index` are scalar."""
     taken = sum(each is not None and each is not Ellipsis for each in index)
     if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
         at = next(place for place, each in enumerate(index) if each is Ellipsis)

@@ -28,7 +28,8 @@ def mask_mod_of(mask: BlockMask) -> Rule | None:
     True
 
     The rules are causal masks, windows, dilated windows, prefixes, windows with sinks or global tokens at the
-    beginning, one run of keys for each query (documents, chunks), and each of these with padding.
+    beginning, one run of keys for each query (documents, chunks), and each of these with padding. A rule is compared
+    with all partial tiles, which are the only ones that compiled FlexAttention asks a `mask_mod` about.
     """
     if mask.lengths is not None and mask.lengths.shape[1] > 1:
         rule = mask_mod_of(replace(mask, lengths=None))
@@ -76,6 +77,7 @@ def _live_keys(mask: BlockMask, row: int) -> Tensor:
 
 
 def _runs(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The first live key of every query, and the one after its last; both 0 where it has none."""
     starts, stops = [], []
     step = max(1, SCORES_AT_ONCE // mask.k_len)
     for row in range(0, mask.q_len, step):

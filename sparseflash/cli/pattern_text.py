@@ -31,7 +31,7 @@ def mask_of_pattern(text: str, length: int, *, block: int, named: Named | None =
     Args:
         text: one pattern; see above. Patterns of the library have blocks of `block` tokens, unless it says others.
         named: patterns that the program has names for, which come first.
-        heads: query heads, for rules by head.
+        heads: query heads, for rules by head. Raises ValueError if the text gives no mask of this length.
 
     Errors inside the user's code propagate unchanged.
     """

@@ -14,7 +14,10 @@ Line = tuple[str, str]  # label and text
 
 
 def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dtype, causal: bool) -> Iterator[Line]:
-    """Yields the lines of `show` one by one, since the last ones may take long."""
+    """Yields the lines of `show` one by one, since the last ones may take long.
+
+    heads: used if the mask is shared by all heads; causal: reach counts earlier keys only.
+    """
     heads = heads if mask.shape[1] == 1 else None
     yield "scores", str(analysis.density(mask))
     yield "forward", str(analysis.flops(mask, head_dim, dtype=dtype, heads=heads))

@@ -110,6 +110,7 @@ class Loads:
 
     @property
     def balance(self) -> float:
+        """Mean over largest number of live tiles of a rank: 1 is perfect."""
         return float(self.total.mean() / self.total.max()) if self.total.max() else 1.0
 
 

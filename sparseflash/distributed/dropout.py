@@ -25,7 +25,10 @@ def described(seed: SupportsIndex | Tensor | None) -> tuple[str, int | None]:
 
 
 def of_first_rank(seed: Tensor, plan: ShardPlan) -> Tensor:
-    """The seed that the first rank of the group has drawn."""
+    """The seed that the first rank of the group has drawn.
+
+    The other ranks draw too, so that equal generators stay equal.
+    """
     if plan.ranks > 1:
         group = plan.process_group
         dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)

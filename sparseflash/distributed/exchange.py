@@ -31,6 +31,7 @@ class Sent:
     messages: int = 0
 
     def count(self, size: int, counts: list[int], tensors: int = 1) -> None:
+        """Adds an exchange of tensors, `size` bytes in all; `counts`: rows for each rank, 0 for this rank."""
         self.bytes += size
         self.messages += tensors * sum(each > 0 for each in counts)
 
@@ -38,7 +39,8 @@ class Sent:
 @dataclass(eq=False)
 class Transfers:
     """`kept`, `returned`: of the backward, for each stage: gradients of its kept keys, and of keys that were sent
-    back."""
+    back.
+    """
 
     route: Route
     transport: Transport

@@ -50,7 +50,8 @@ class Assignment:
 @dataclass(frozen=True, eq=False)
 class _Work:
     """`area`: float64 `[Cq, Ck]`, live tiles of each pair, in shares of all heads and batch elements; `packed`: uint8
-    `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile."""
+    `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile.
+    """
 
     area: NDArray[np.float64]
     packed: NDArray[np.uint8]
@@ -90,6 +91,8 @@ def assign(mask: BlockMask, ranks: int) -> Assignment:
 
 
 def _chunk(length: int, block: int, ranks: int) -> int:
+    """Tokens a chunk: the block, doubled until there are few chunks, unless they would then be dealt unevenly."""
+
     def count(times: int) -> int:
         return -(-length // (block * times))
 
@@ -208,6 +211,7 @@ def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
 
 
 def _spread(chunks: Integers, area: NDArray[np.float64]) -> Integers:
+    """All chunks if they are few, otherwise some with areas spread over the whole range."""
     if len(chunks) <= _TO_SWAP:
         return chunks
     chosen = np.arange(_TO_SWAP) * (len(chunks) - 1) // (_TO_SWAP - 1)

@@ -100,6 +100,7 @@ class _MergeRows(Function):
 def _merge(
     transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """`(out, lse)` in fp32 or fp64, the share of the local part, and the shares of the rows of each rank."""
     sent = transfers.route.exchanging[0].sent
     rows = sent.on(out.device).split(sent.counts)
     lses, outs = lse_rows.split(sent.counts), out_rows.split(sent.counts)

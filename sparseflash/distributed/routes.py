@@ -85,6 +85,7 @@ class Heads:
 
     @classmethod
     def of(cls, pattern: Tensor, batch: int, kv_heads: int) -> Heads:
+        """`pattern`: the mask's, `[B or 1, Hq or 1]`."""
         if pattern.shape[1] > 1 and pattern.shape[1] % kv_heads:
             raise ValueError(f"kv_heads must divide the {pattern.shape[1]} heads of the mask; got {kv_heads}.")
         numbers = pattern.tolist()

@@ -39,6 +39,7 @@ class Rows:
         return sum(self.counts) == count and self._are_in_order
 
     def taken(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """The rows of `x [rows, ...]`, written to `out` if it is given; x itself if they are all of it and no `out`."""
         if self.are_all(len(x)):
             return x if out is None else out.copy_(x)
         if out is None:
@@ -52,6 +53,7 @@ class Rows:
         return values.new_zeros((count, *values.shape[1:])).index_copy_(0, self.on(values.device), values)
 
     def on(self, device: torch.device) -> Tensor:
+        """The numbers of the rows, int64 `[sum(counts)]`, made once for each device."""
         return once(self._made, device, lambda: self._numbers(device))
 
     def _numbers(self, device: torch.device) -> Tensor:

@@ -54,6 +54,7 @@ class Shards:
         return counts
 
     def positions(self, rank: int) -> Tensor:
+        """The positions in the whole sequence of a rank's tokens, ascending: int64 `[counts[rank]]`."""
         tokens = in_blocks(np.flatnonzero(self.rank_of_chunk == rank), self.chunk)
         return torch.from_numpy(tokens[: self.counts[rank]])
 
@@ -77,6 +78,7 @@ class Shards:
 
     @cached_property
     def order(self) -> Tensor:
+        """The positions of all tokens, one rank after the other: int64 `[length]`."""
         return torch.cat([self.positions(rank) for rank in range(self.ranks)])
 
     @cached_property

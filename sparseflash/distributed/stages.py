@@ -129,6 +129,7 @@ class _Work:
 
     @cached_property
     def place(self) -> Integers:
+        """The number of each key block among the blocks of its rank, for each kind of head: `[kinds, Mk]`."""
         return np.broadcast_to(self.readers.place, (len(self.heads.kinds), len(self.readers.place)))
 
     @cached_property
@@ -188,10 +189,12 @@ class _Work:
         return [stage] if queries is None else [stage, self.local(~rows)]
 
     def _needed(self, number: int, same_slots: bool) -> Booleans:
+        """Which key blocks come with an exchange, for each kind of head: `[kinds, Mk]`."""
         here = self.reads[self.rank] & (self.stage_of == number + 1)
         return np.broadcast_to(here.any(0), here.shape) if same_slots else here
 
     def _slots(self, number: int, same_slots: bool, least: int) -> tuple[Integers, int]:
+        """The block number at which each of these blocks is placed, `[kinds, Mk]`, and the number of blocks."""
         needed = self._needed(number, same_slots)
         return needed.cumsum(1) - 1, max(least, int(needed.sum(1).max()))
 
@@ -220,6 +223,10 @@ class _Work:
         return cache(partial(_rows_between, self.readers, self.heads, self.stages, number))
 
     def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
+        """The rows of blocks for each rank, where a kind of head wants them.
+
+        `wanted`: bool `[kinds or 1, Mk]` for each rank; `first [kinds, Mk]`: block numbers; `width`: tokens of a head.
+        """
         starts, lengths, counts = [], [], []
         kinds = self.heads.kind_of_pair
         for some, need in zip(blocks, wanted, strict=True):
@@ -232,6 +239,7 @@ class _Work:
 
 
 def _rows_between(readers: Readers, heads: Heads, stages: int, number: int) -> Integers:
+    """The rows that go between ranks in one of the exchanges, `[from, to]`."""
     ranks, between = range(readers.ranks), np.zeros((readers.ranks, readers.ranks), np.int64)
     for target in ranks:
         rows = readers.rows_of(target, heads)

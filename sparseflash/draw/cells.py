@@ -106,6 +106,7 @@ def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
 def _live_scores(
     mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, lengths: tuple[int, int] | None
 ) -> tuple[Tensor, Tensor]:
+    """The live scores of each tile, int64 `[E]`, and whether they are the whole tile."""
     words = bitmask.choices(mask.bits.cpu(), mask.block_k)
     if lengths is None:
         live = bitmask.live_scores(words)[tile]

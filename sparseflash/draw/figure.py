@@ -1,4 +1,7 @@
-"""A mask as a matplotlib figure."""
+"""A mask as a matplotlib figure.
+
+Uses only matplotlib's object-oriented interface: it selects no backend, changes no global state and opens no window.
+"""
 
 from __future__ import annotations
 
@@ -183,6 +186,7 @@ def _label(axis: Axis, length: int, block: int) -> None:
 
 
 def _numbers(ticks: list[int]) -> list[str]:
+    """Tick labels in tokens: 250, or 4K (multiples of 1024) or 1M if all ticks are round."""
     if ticks[-1] < 2**13 or any(tick % 2**9 for tick in ticks):
         return [f"{tick}" for tick in ticks]
     unit, letter = (2**20, "M") if all(tick % 2**18 == 0 for tick in ticks) else (2**10, "K")

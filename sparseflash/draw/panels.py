@@ -113,6 +113,7 @@ def _title(
 
 
 def _ranges(numbers: Iterable[int]) -> str:
+    """`0, 2-5, 9`; shortened in the middle if there are very many."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][1] == number - 1:

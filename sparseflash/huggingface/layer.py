@@ -52,9 +52,9 @@ class Attention:
         position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """s_aux: attention sinks, one score per head that takes part in the softmax but has no value. softcap: of the
-        scores. position_bias: `[1, H, N, Nk]`, added to the scores, as are the finite entries of a finished
-        attention_mask.
+        """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`. s_aux: attention sinks,
+        one score per head that takes part in the softmax but has no value. softcap: of the scores. position_bias:
+        `[1, H, N, Nk]`, added to the scores, as are the finite entries of a finished attention_mask.
         """
         for name, what in _UNKNOWN.items():
             given = others.get(name)
@@ -126,6 +126,7 @@ class Attention:
         live: Tensor | None,
         is_causal: bool,
     ) -> BlockMask | None:
+        """The mask of one layer. live: the live scores of a finished attention_mask, or None for all of them."""
         pattern = self._pattern_of(module)
         if isinstance(attention_mask, ModelMask):
             return attention_mask.within(pattern, query.device)

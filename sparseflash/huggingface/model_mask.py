@@ -26,7 +26,8 @@ class ModelMask(FlexMask):
     """The scores that a model's own rules leave live in one forward.
 
     Subclasses FlexAttention's mask only because Transformers passes such masks (and four-dimensional tensors) on
-    unchanged.
+    unchanged. rule: of token positions; batch: the number of rows; padding: bool `[B, >= k_stop]`, True for tokens, or
+    None.
     """
 
     rule: Rule
@@ -109,8 +110,9 @@ class ModelMask(FlexMask):
         return found
 
     def _padded_keys(self) -> Tensor | None:
-        """The room of a preallocated cache lies after the queries, where a causal rule is dead anyway: it is not
-        read."""
+        """Which keys are tokens, bool `[B, n]`; None if all are, which one kernel finds out. The room of a preallocated
+        cache lies after the queries, where a causal rule is dead anyway: it is not read.
+        """
         if self.padding is None:
             return None
         stop = min(self.keys[1], self.queries[1]) if causal_window(self.rule)[0] else self.keys[1]

@@ -61,6 +61,7 @@ def unpacked(rule: Rule) -> Rule:
 
 
 def _closure(rule: Any, like: FunctionType) -> dict[str, Any] | None:
+    """The variables that a rule refers to, by name, if it was made as `like` was; otherwise None."""
     if not isinstance(rule, FunctionType) or rule.__code__ is not like.__code__:
         return None
     return {name: cell.cell_contents for name, cell in zip(rule.__code__.co_freevars, rule.__closure__ or ())}

@@ -69,6 +69,11 @@ def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def _places(
     inside: Tensor, edge: Tensor, edge_row: int, rows: Tensor, cols: Tensor, tile: Tensor, stop: int, mask: BlockMask
 ) -> tuple[Tensor, Tensor]:
+    """The query and key of the set bits of all tiles, before key `stop`.
+
+    inside: the bits inside a tile, which are the same wherever it occurs, `[T + 2, block_q, W]`; edge: the bits of each
+    entry in row `edge_row`, `[E, W]`.
+    """
     t, q, k = bitmask.unpack(inside, mask.block_k).nonzero(as_tuple=True)
     count = torch.bincount(t, minlength=len(inside))
     before = count.cumsum(0) - count

@@ -62,7 +62,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
         causal: the form of the result; by default True if the mask has as many queries as keys and no live score above
             the diagonal. FlashMask numbers queries from the top in both forms.
         kv_heads: the number of key-value heads, if FlashMask needs one mask for each of them; the query heads of a
-            group must then agree.
+            group must then agree. Raises ValueError, naming the first key, if the mask cannot be represented.
     """
     mask = checked_mask(mask).bake_lengths()
     causal = None if causal is None else flag(causal, "causal")
@@ -173,6 +173,10 @@ def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
 
 
 def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, place: str) -> Tensor:
+    """The masked ranges `[r0, r1)` below the diagonal and `[r2, r3)` above it: int64 `[Nk, 4]`.
+
+    Empty ranges are `[Nq, Nq)` and `[0, 0)`.
+    """
     start, stop, most = runs
     q_len, device = mask.q_len, start.device
     key = torch.arange(most, device=device)
@@ -214,6 +218,7 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
 
 
 def _intervals(bounds: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, Tensor]]:
+    """The intervals of masked queries, `[start, stop)`, int64 `[Nk]` each; `bounds` int64 `[Nk, 1, 2 or 4]`."""
     zero = torch.zeros_like(bounds[:, 0])
     with_ends = bounds.shape[1] == (2 if causal else 4)
     found = [(bounds[:, 0], bounds[:, 1] if with_ends else zero + q_len)]

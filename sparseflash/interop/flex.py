@@ -168,6 +168,7 @@ def _can_be_asked(mask_mod: MaskMod, numbers: Sequence[Tensor]) -> bool:
 
 
 def _reads(node: Node) -> bool:
+    """Whether an operation reads a number's value, and does not only make another tensor like it (`and_masks`)."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     return not (name.startswith("new_") or name.endswith("_like"))
 

@@ -53,6 +53,7 @@ def in_supported_blocks(
 
 
 def _layout(lists: Lists, blocks: tuple[int, ...]) -> Tensor:
+    """Bool `[B, H, Mq, Mk]`: the blocks that are listed."""
     counts, indices = lists
     listed = torch.arange(indices.shape[-1], device=counts.device) < counts.unsqueeze(-1)
     number = torch.where(listed, indices.long(), blocks[1])  # what is not listed goes to a column past the last

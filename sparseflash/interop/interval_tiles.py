@@ -13,7 +13,10 @@ from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
 
 
 def tiles_outside(intervals: list[tuple[Tensor, Tensor]], q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one pattern."""
+    """The tiles of one pattern.
+
+    `intervals`: the queries that do not see a key, `[start, stop)`, int64 `[Nk]` each.
+    """
     device = intervals[0][0].device
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     top = torch.arange(row_blocks, device=device)[:, None] * block_q
@@ -34,7 +37,11 @@ def tiles_outside(intervals: list[tuple[Tensor, Tensor]], q_len: int, k_len: int
 
 
 def _cut_tiles(intervals: list[tuple[Tensor, Tensor]], rows: Tensor, cols: Tensor, keys: Tensor, block_q: int) -> Part:
-    """Tiles with equal bounds relative to their first row are evaluated once."""
+    """The tiles at the given rows and columns, int64 `[E]`.
+
+    `keys` int64 `[Mk, block_k]`: the keys of each block column. Tiles with equal bounds relative to their first row are
+    evaluated once.
+    """
     block_k, device = keys.shape[1], rows.device
     no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device=device)
     kinds, found, offset = [rows[:0]], [no_words], 0

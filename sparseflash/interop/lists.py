@@ -85,6 +85,7 @@ def mask_of_lists(
 
 
 def _entries(lists: Lists, row_blocks: int, col_blocks: int, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries of the lists, in order: `b * H + h`, block row and block column of each, int64 `[E]`."""
     counts, indices = lists
     if counts.ndim != 3 or indices.shape[:3] != counts.shape or indices.ndim != 4 or counts.shape[2] != row_blocks:
         raise ValueError(
@@ -108,6 +109,7 @@ def _evaluate(
     mask_mod: MaskMod, b: Tensor, h: Tensor, rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int,
     block_k: int,
 ) -> Tensor:  # fmt: skip
+    """The live scores of these tiles of these heads: bool `[E, block_q, block_k]`."""
     from torch.nn.attention.flex_attention import create_mask
 
     # A mask_mod is written for single numbers and need not broadcast. create_mask is FlexAttention's own way of calling

@@ -161,6 +161,7 @@ def _made(
     grid: tuple[int, ...], window: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...],
     causal: tuple[bool, ...], more: int, block: Block, device: torch.device,
 ) -> tuple[BlockMask, Tensor | None, Tensor | None]:  # fmt: skip
+    """The mask, the order of its tokens and the inverse order, None for the order of the grid."""
     with torch.inference_mode(False):  # otherwise a later training step could not use it
         order = _order(grid, dilation, max(block_pair(block)))
         rule: dict[str, Any] = {"window": window, "stride": stride, "dilation": dilation, "causal": causal}
@@ -178,6 +179,7 @@ _kept = bounded_tensors(maxsize=32)(_made)
 
 
 def _order(grid: tuple[int, ...], dilation: tuple[int, ...], block: int) -> Tensor | None:
+    """Tokens of one remainder together, in tiles of about `block` tokens; None: in the order of the grid."""
     if len(grid) == 1 and dilation == (1,):
         return None
     tile = [1] * len(grid)

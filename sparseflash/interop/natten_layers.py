@@ -27,6 +27,7 @@ class _NeighborhoodAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor) -> Tensor:
+        """`[B, *grid, embed_dim]` as the same."""
         if dense_tensor(x, "x").ndim != self.axes + 2 or x.shape[-1] != self.embed_dim:
             grid = ("N", "height, width", "frames, height, width")[self.axes - 1]
             raise ValueError(f"x must have shape [B, {grid}, {self.embed_dim}]; got {list(x.shape)}.")

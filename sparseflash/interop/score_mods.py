@@ -251,10 +251,12 @@ def _entry(nodes: Sequence[Node], at: int) -> str:
 
 
 def _read(places: str) -> str:
+    """`Indexed.places` of a tensor `[B or 1, Hq or 1, ...]`: "b", "h", or "-" for a dimension that is not indexed."""
     return "".join(place if place in places else "-" for place in "bh")
 
 
 def _in_order(found: Recorded, at: int, places: str, order: str, lengths: tuple[int, int]) -> Tensor | None:
+    """The tensor with dimensions in this order, of size 1 where not indexed; None if longer than the attention."""
     x, sizes = found.tensors[int(found.expression.nodes[at].value)], dict(zip("qk", lengths))
     if any(x.shape[dim] != sizes[place] for dim, place in enumerate(places) if place in sizes):
         return None

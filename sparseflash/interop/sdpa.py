@@ -71,6 +71,7 @@ def from_sdpa(
 
 
 def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
+    """The mask of keys, bool `[..., 1, Nk]`, that are live for every query, without expanding to `Nq x Nk` scores."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, keys.shape[-1])
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)

@@ -87,6 +87,7 @@ def memory_efficient_attention(
 
 
 def _heads(x: Tensor) -> Tensor:
+    """`[B, H, M, K]`."""
     x = x.unsqueeze(2) if x.ndim == 3 else x.flatten(2, 3) if x.ndim == 5 else x
     return x.transpose(1, 2)
 
@@ -121,7 +122,10 @@ def _of_tensor(bias: Tensor, q: Tensor, k: Tensor, ndim: int, block: Block) -> t
 def mask_of_bias(
     attn_bias: Any, q_len: int, k_len: int, block: Block = 128, device: torch.device | str = "cpu"
 ) -> BlockMask:
-    """The mask of an `AttentionBias` of xformers."""
+    """The mask of an `AttentionBias` of xformers.
+
+    Raises TypeError for another object, or one with pages.
+    """
     names = [each.__name__ for each in type(attn_bias).__mro__]
     if names[0] not in _KINDS:
         paged = " Pages go to attention_with_cache(..., block_table=)." if "Paged" in names[0] else ""
@@ -143,6 +147,7 @@ def mask_of_bias(
 
 
 def _limits(attn_bias: Any, kind: _Kind) -> tuple[int | None, int | None]:
+    """How many keys a query sees before and after its own, None for all."""
     if kind.limit == "sides":
         return attn_bias.window_left, attn_bias.window_right
     if kind.limit == "window":

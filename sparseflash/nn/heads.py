@@ -58,6 +58,7 @@ class Heads(nn.Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scores: Scores | Change | None = None
     ) -> Tensor:  # fmt: skip
+        """Attention `[B, N, H * D]` of heads `[B, H, N, D]`."""
         dropped = self.dropout if self.training else 0.0
         out = attention(q, k, v, mask, scale=self.scale, dropout_p=dropped, scores=scores, backend=self.backend)
         return out.transpose(1, 2).flatten(2)
@@ -67,7 +68,10 @@ class Heads(nn.Module):
 
 
 def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> None:
-    """Raises unless x is a dense tensor that can be multiplied by this weight."""
+    """Raises unless x is a dense tensor that can be multiplied by this weight.
+
+    weight: None if it is not known.
+    """
     if isinstance(x, Tensor) and x.is_nested:
         raise TypeError(f"{name} must be a plain tensor; got a nested one. Pad it, with {padding}.")
     dense_tensor(x, name)

@@ -155,6 +155,7 @@ def _by_batch(positions: Tensor) -> Tensor:
 
 
 def _angles(positions: Tensor, rates: Tensor) -> Tensor:
+    """Radians in fp64: in fp32 an angle at position 16,000,000 is off by up to 1."""
     return positions[..., None].double() * rates.double()
 
 

@@ -198,6 +198,7 @@ class SparseSelfAttention(Heads):
     def _attend_to_cache(
         self, q: Tensor, cache: KVCache, start: int, mask: BlockMask, scores: Scores | Change | None
     ) -> Tensor:  # fmt: skip
+        """Attention of the queries [B, Hq, N, D] of the tokens of a cache from `start` on."""
         if q.shape[2] == 0:
             return q
         backend = self.backend

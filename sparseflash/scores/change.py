@@ -31,6 +31,7 @@ class Place(NamedTuple):
 
     @classmethod
     def everywhere(cls, shape: Sequence[int], device: torch.device) -> Place:
+        """The places of scores of the shape `[B, Hq, Nq, Nk]`."""
         b, h, q, k = (torch.arange(n, device=device) for n in shape)
         return cls(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), q.view(-1, 1), k, shape[3] - shape[2])
 

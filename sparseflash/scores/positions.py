@@ -78,6 +78,7 @@ class Packed:
 
 
 def _spread(values: list[int], counts: list[int], device: torch.device) -> Tensor:
+    """Each value as often as its count says, int64."""
     given, repeats = (torch.tensor(x, dtype=torch.int64, device=device) for x in (values, counts))
     return given.repeat_interleave(repeats, output_size=sum(counts))
 

@@ -144,6 +144,8 @@ class Relative(Change, prepared=False):
             )
 
     def _runs(self, buckets: Tensor, until: Tensor) -> Tensor:
+        """`until`; or nothing if buckets change so often (`offsets % 3`) that kernels are faster going through the
+        buckets."""
         runs = 1 + int((buckets[1:] != buckets[:-1]).sum())
         return until[:0] if runs > max(4 * self.table.shape[1], len(buckets) // _LONG_RUN) else until
 

@@ -143,11 +143,13 @@ def _kept(rule: _Rule, own: Function | None) -> Function:
 
 
 def _of_rows(x: Tensor, kv_heads: int, rows: int) -> Tensor:
+    """`[Hq, ...]` as `[Hkv, rows, ...]`."""
     x = x.unflatten(0, (kv_heads, -1))
     return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]))
 
 
 def _rows(x: Tensor, kv_heads: int, rows: int, value: float) -> Tensor:
+    """`[B, Hq, Nq]` as `[B, Hkv, Nq * rows]`."""
     x = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
     return torch.nn.functional.pad(x, (0, rows - x.shape[-1]), value=value).flatten(2, 3)
 

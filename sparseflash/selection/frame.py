@@ -29,9 +29,11 @@ class Packing(NamedTuple):
     bounds: Tensor
 
     def spread(self, x: Tensor) -> Tensor:
+        """`[1, N, F]` to `[1, room, F]`, zeros between the documents."""
         return x.new_zeros(1, len(self.firsts), x.shape[2]).index_copy(1, self.places, x)
 
     def collect(self, x: Tensor) -> Tensor:
+        """`[1, room, F]` back to `[1, N, F]`."""
         return x.index_select(1, self.places)
 
 
@@ -88,9 +90,11 @@ class Frame(NamedTuple):
         return None if self.packing is None else self.packing.bounds
 
     def places(self, rows: Tensor | slice) -> Tensor:
+        """The places of these queries, int64 `[rows, 1]`."""
         return torch.arange(self.start, self.k_len, device=self.device)[rows].unsqueeze(1)
 
     def firsts(self, rows: Tensor | slice) -> Tensor:
+        """The first place of the document of each of these queries, int64 `[rows, 1]`."""
         if self.packing is None:
             return torch.zeros_like(self.places(rows))
         return self.packing.firsts[rows].unsqueeze(1)
@@ -99,5 +103,6 @@ class Frame(NamedTuple):
         return places if self.packing is None else places - self.packing.firsts[places]
 
     def visible(self, rows: Tensor | slice) -> Tensor:
+        """Which keys these queries may see: bool `[rows, Nk]`."""
         key = torch.arange(self.k_len, device=self.device)
         return (key >= self.firsts(rows)) & (key <= self.places(rows))

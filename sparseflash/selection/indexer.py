@@ -51,12 +51,14 @@ class IndexedLayer(SelectionLayer):
         self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
 
     def index_queries(self, x: Tensor, frame: Frame, norm: nn.RMSNorm | None = None) -> Tensor:
+        """The indexer's queries `[B, Hi, N, d]`, rotated."""
         q = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
         return self.rotated(
             q if norm is None else normalised(q, norm), frame, torch.arange(frame.start, frame.k_len, device=x.device)
         )
 
     def rotated(self, x: Tensor, frame: Frame, places: Tensor) -> Tensor:
+        """The indexer's queries or keys `[B, H, n, d]` at these places, rotated."""
         return x if self.index_rotary is None else rotate(x, self.index_rotary(frame.positions(places)))
 
     @property
@@ -65,6 +67,7 @@ class IndexedLayer(SelectionLayer):
         return self.training and torch.is_grad_enabled()
 
     def visible_weights(self, q: Tensor, k: Tensor, frame: Frame, rows: Tensor) -> Tensor:
+        """The weights `[B, Hq, rows, Nk]` of some queries over all visible keys."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scores: Tensor = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k.unsqueeze(2).mT * scale
         scores = scores.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32))
@@ -85,6 +88,7 @@ class IndexedLayer(SelectionLayer):
         return scores.softmax(-1), tokens
 
     def scores_of_chosen(self, index_q: Tensor, index_k: Tensor, index: Tensor, scale: float) -> Tensor:
+        """The indexer's products `[B, Hi, rows, n]` with the keys that `index` lists, in ascending order."""
         index_k = index_k.expand(-1, index.shape[1], -1, -1)
         return token_scores(index_q, index_k, index, causal=False, scale=scale, backend=self.how.decoder)[0]
 

@@ -60,9 +60,11 @@ class LatentProjections(nn.Module):
             nn.init.uniform_(weight, -(of.rank**-0.5), of.rank**-0.5)
 
     def query_latent(self, x: Tensor) -> Tensor:
+        """u, `[B, N, query_rank]`."""
         return normalised(self.q_down(x), self.q_norm)
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """The absorbed queries `[B, H, N, rank + rotated]`, and the keys `[B, 1, N, rank + rotated]`."""
         q = self.q_up(self.query_latent(x)).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         plain, turned = q.split([self.of.plain, self.of.rotated], 3)
         latent, shared = self.kv_down(x).unsqueeze(1).split([self.of.rank, self.of.rotated], 3)
@@ -72,4 +74,5 @@ class LatentProjections(nn.Module):
         return q, torch.cat([normalised(latent, self.kv_norm), shared], 3)
 
     def values(self, mixed: Tensor) -> Tensor:
+        """The heads' values `[B, H, N, value]` of mixed latent vectors `[B, H, N, rank]`."""
         return mixed @ self.v_up.to(mixed.dtype).mT

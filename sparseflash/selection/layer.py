@@ -81,6 +81,7 @@ class SelectionLayer(Heads):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
+        """The attention `[B, Hq, N, Dv]` of queries q to keys and values `[B, pairs * Hkv, Nk, D or Dv]`."""
         raise NotImplementedError
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
@@ -148,6 +149,7 @@ class SelectionLayer(Heads):
         return None if self.rotary is None else self.rotary(frame.positions(places))
 
     def project(self, x: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `[B, Hq, N, D]`, and keys and values `[B, pairs * Hkv, N, D or Dv]` of the tokens x."""
         pairs = self.pairs * self.kv_heads
         queries_and_keys, values = self.qkv(x).tensor_split([(self.num_heads + pairs) * self.head_dim], -1)
         q, k = self.split(queries_and_keys, self.num_heads, pairs)
@@ -162,6 +164,7 @@ class SelectionLayer(Heads):
         return q, k, v
 
     def merged(self, mixed: Tensor) -> Tensor:
+        """What `out` projects, `[B, N, features]`, of the heads `[B, Hq, N, Dv]`."""
         return mixed.transpose(1, 2).flatten(2)
 
     def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:

@@ -141,6 +141,7 @@ class NativeSparseAttention(SelectionLayer):
         )  # fmt: skip
 
     def _compressed(self, x: Tensor, which: int) -> Tensor:
+        """One row for each block of `x [B, Hkv, n, l, D]`."""
         mlp: Tensor = self.compress[which]((x + self.places[which].to(x.dtype)).flatten(3))
         return x.mean(3) + mlp
 

@@ -263,6 +263,8 @@ def assert_exact(
 
 @dataclass(frozen=True)
 class _Head:
+    """One key head of one batch element with its query heads; all heads of the whole batch if `pair` is None."""
+
     inputs: Inputs
     mask: BlockMask | None
     pair: tuple[int, int] | None
@@ -276,6 +278,7 @@ class _Head:
         cls, inputs: Inputs, mask: BlockMask | None, pair: tuple[int, int] | None, blocks: int | None,
         scale: float | None, seed: int, of_lse: bool, changes: Changes | None,
     ) -> _Head:  # fmt: skip
+        """The head of a pair (batch element, key head), limited to `blocks` blocks unless that is None."""
         if pair is not None:
             batch, head = pair
             group = inputs.q.shape[1] // inputs.k.shape[1]

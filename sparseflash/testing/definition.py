@@ -92,6 +92,7 @@ class Changes:
         return {f"d{number}": x for number, x in enumerate(self.scores.tensors()) if x.requires_grad}
 
     def to(self, dtype: torch.dtype) -> Changes:
+        """The tensors for a computation in that dtype: only for fp64 in another precision than their own."""
         wide = dtype == torch.float64
 
         def cast(x: Tensor) -> Tensor:
@@ -247,6 +248,7 @@ def largest_score(inputs: Inputs, scale: float | None = None) -> float:
 
 
 def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> Iterator[slice]:
+    """The rows to compute at a time, so that their scores fit in memory: whole blocks, so that crops need no shift."""
     q_len, block = inputs.q.shape[2], 128 if mask is None else mask.block_q
     step = max(1, _rows_at_once(inputs) // block)
     blocks = range(-(-q_len // block)) if part is None else part.rows.nonzero()[:, 0].tolist()

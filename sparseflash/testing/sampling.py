@@ -35,6 +35,7 @@ class Part:
         return result.index_select(dim, tokens.to(result.device))
 
     def tokens(self, name: str) -> Tensor:
+        """The tokens whose result is compared: bool `[N]`, with N rounded up to whole blocks."""
         if name in ("dk", "dv"):
             return self.columns.repeat_interleave(self.block_k)
         return self.rows.repeat_interleave(self.block_q)

@@ -126,6 +126,7 @@ def _rms_error(got: Tensor, truth: Tensor) -> float:
 
 
 def _apart(got: Tensor, truth: Tensor) -> Tensor | None:
+    """The differences where the truth is finite; None if `got` has a NaN, or other infinities than the truth."""
     got, truth = got.detach().double(), truth.detach().double()
     infinite = truth.isinf()
     if bool(infinite.any()):

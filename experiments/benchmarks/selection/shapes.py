@@ -16,7 +16,8 @@ WIDTH = 256  # features of a token. Projections of indexers are timed, others ar
 @dataclass(frozen=True)
 class Shape:
     """dense: key heads, features of a key and of a value of the dense attention that it replaces, if they are
-    others."""
+    others.
+    """
 
     kind: Callable[..., nn.Module]
     heads: int

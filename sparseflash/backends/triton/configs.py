@@ -194,7 +194,10 @@ class Tables(NamedTuple):
         return self.descriptors if descriptors else self.pointers
 
     def has_room_for_pieces(self, padded_dim: int) -> bool:
-        """Whether fp32 tiles in three pieces fit in shared memory."""
+        """Whether fp32 tiles in three pieces fit in shared memory.
+
+        Otherwise tiles are split after they are loaded.
+        """
         return self.has_room or padded_dim <= 128
 
 

@@ -96,6 +96,7 @@ def are_declared(parameters: Sequence[Parameter], ptx: str) -> bool:
 
 
 def _size(declaration: str) -> int:
+    """The bytes of `.param .u32 name` or `.param .align 64 .b8 name[128]`."""
     found = re.search(r"\.b8\s+\w+\[(\d+)\]", declaration)
     if found is not None:
         return int(found[1])
@@ -116,7 +117,10 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
 
 
 def loaded(compiled: Any, device: torch.device) -> int | None:
-    """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers."""
+    """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers.
+
+    Triton's own loading would also make a launcher, which version 3.6 compiles from C in half a second.
+    """
     functions = _loaded.setdefault(compiled, {})
     if device.index not in functions:
         from triton.runtime import driver
@@ -200,6 +204,7 @@ def _is_tensor(arguments: Sequence[Any], parameter: Parameter) -> bool:
 
 
 def _indices(parameter: Parameter) -> tuple[int, int | None]:
+    """The index in an argument that is a tuple, and the one in its item; -1 for none, None if there are more."""
     item = parameter.item
     if not isinstance(item, tuple):
         return -1 if item is None else item, -1
@@ -227,6 +232,7 @@ def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
 
 
 def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
+    """Writes the TMA descriptor of a tensor, as Triton's launcher would."""
     x: Tensor = described.base
     sizes, strides, box = described.shape[::-1], described.strides[-2::-1], metadata["block_size"][::-1]
     rank = len(sizes)

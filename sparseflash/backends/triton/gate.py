@@ -193,6 +193,7 @@ def _read(file: Path) -> Verdict | None:
 
 
 def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
+    """Writes a verdict atomically, so that no process reads a partial file; returns whether that worked."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:

@@ -71,7 +71,10 @@ class PreparedCall:
         return family
 
     def check_gradients(self, q: Tensor, k: Tensor, v: Tensor, changes: Scores | None = None) -> None:
-        """Raises ValueError if the call requests kernels that cannot compute a gradient it needs."""
+        """Raises ValueError if the call requests kernels that cannot compute a gradient it needs.
+
+        Otherwise the error would come only in the backward.
+        """
         if self.kernels and torch.is_grad_enabled():
             wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
             if q.requires_grad or k.requires_grad or v.requires_grad or any(wanted):

@@ -96,6 +96,7 @@ def start(
 
 
 def _writer(code: str) -> tuple[Callable[..., None] | None, bool]:
+    """`(function that writes a value, or None for a descriptor; whether the value is a tensor's address)`."""
     if code == "D":
         return None, True
     return struct.Struct("=Q" if code == "P" else f"={code}").pack_into, code == "P"

@@ -72,6 +72,7 @@ def complement(mask: BlockMask) -> BlockMask:
 
 
 def _shape_of_both(a: BlockMask, b: BlockMask) -> tuple[int, int]:
+    """`(batch, heads)` of the combination of two masks; raises ValueError unless they can be combined."""
     if (a.q_len, a.k_len) != (b.q_len, b.k_len):
         raise ValueError(
             f"masks must have the same q_len and k_len to be combined; got {a.q_len} x {a.k_len} and "
@@ -109,6 +110,7 @@ def _combined(
     only_a: bool,
     only_b: bool,
 ) -> BlockMask:
+    """Applies a bitwise operation to each score. `only_a`: tiles that only a has are kept, too; `only_b` likewise."""
     a, b = to_one_block([a, b])
     pair = a.pattern.long() * pattern_count(b) + b.pattern.long()
     number, first = number_by_first_appearance(pair.reshape(-1))
@@ -153,6 +155,7 @@ def _joined(
 
 
 def _kind(mask: BlockMask, entry: Tensor) -> Tensor:
+    """The kind of each entry, dead for entry -1."""
     kind = torch.full_like(entry, len(mask.bits) + 1)
     stored = entry >= 0
     kind[stored] = mask.tile[entry[stored]].long()
@@ -160,7 +163,9 @@ def _kind(mask: BlockMask, entry: Tensor) -> Tensor:
 
 
 def _find(mask: BlockMask, row: Tensor, col: Tensor, patterns: Tensor) -> Tensor:
-    """Binary search within each row, so that nothing of the size of the mask is allocated."""
+    """The entry of each tile `(row, col)`, -1 if it is not stored; `row` counts over `patterns`. Binary search within
+    each row, so that nothing of the size of the mask is allocated.
+    """
     row_blocks = mask.blocks[0]
     row = patterns[row // row_blocks] * row_blocks + row % row_blocks
     low, stop = mask.indptr[row].long(), mask.indptr[row + 1].long()

@@ -109,6 +109,7 @@ def _halves(i: Tensor, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _keys_from(left: Tensor, right: Tensor, shift: int, block_k: int) -> Tensor:
+    """The words of the keys from `shift` on, of two tiles side by side: int32 `[E, block_q, W]` each."""
     if block_k < bitmask.WORD:
         return ((left | (right << block_k)) >> shift) & bitmask.full_word(block_k)
     width, words, bits = left.shape[-1], shift // bitmask.WORD, shift % bitmask.WORD

@@ -52,6 +52,7 @@ def bake_lengths(mask: BlockMask) -> BlockMask:
 
 
 def _first(live_q: Tensor, live_k: Tensor, block_q: int, block_k: int) -> Tensor:
+    """The words `[E, block_q, W]` of tiles whose first `live_q[e]` queries and first `live_k[e]` keys are live."""
     width = min(bitmask.WORD, block_k)
     starts = torch.arange(0, block_k, width, device=live_k.device)
     bits = (live_k[:, None] - starts).clamp(0, width)

@@ -55,6 +55,7 @@ def permute(mask: BlockMask, order: Any, q: Any, k: Any) -> BlockMask:
 
 
 def _permutation(name: str, given: Any, length: int, device: torch.device) -> Tensor:
+    """The order as int64 `[length]` on the mask's device, checked to be a permutation."""
     try:
         order = tensor_of(given)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -151,6 +152,7 @@ def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
 
 
 def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Concatenates several `(row, col, kind, words)`; in each, words are numbered from 1."""
     rows, cols, kinds, words = [], [], [], []
     count = 0
     for row, col, kind, new in parts:
@@ -197,6 +199,7 @@ def _row_chunks(mask: BlockMask, sources: _Sources) -> Iterator[Tensor]:
 
 
 def _words_of(parts: Tensor, sources: _Sources, known: Tensor) -> Tensor:
+    """The words of new tiles; `parts` int64 `[C, slots + 1]` holds the kind of tile in each slot, then the recipe."""
     block_q, width = known.shape[1:]
     recipe = parts[:, -1]
     line = parts.gather(1, sources.slot[recipe]) * block_q + sources.offset[recipe]  # [C, block_q]

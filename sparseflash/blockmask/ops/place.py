@@ -74,6 +74,8 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
 
 
 class _Tiles(NamedTuple):
+    """Tiles of several masks: the tiles of mask m are `start[m]` to `start[m + 1]`."""
+
     start: Integers
     head: Integers
     row: Integers

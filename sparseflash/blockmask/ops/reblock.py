@@ -60,6 +60,7 @@ def _split(made: TileList, block_q: int, block_k: int) -> TileList:
 
 
 def _cut(words: Tensor, old_block_k: int, block_q: int, block_k: int) -> Tensor:
+    """The pieces of each tile in row-major order: int32 `[T * pieces, block_q, W]`."""
     if old_block_k > block_k and block_k < bitmask.WORD:
         words = torch.stack([words & 0xFFFF, (words >> 16) & 0xFFFF], dim=-1).flatten(-2)
     count, old_block_q, width = words.shape

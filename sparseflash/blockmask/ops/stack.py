@@ -71,6 +71,7 @@ def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
 
 
 def _common(what: str, sizes: list[int]) -> int:
+    """The one size other than 1, or 1."""
     different = sorted({size for size in sizes if size != 1})
     if len(different) > 1:
         raise ValueError(f"masks must have the same {what}, or 1, to be stacked; got {', '.join(map(str, sizes))}.")

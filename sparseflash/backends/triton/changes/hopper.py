@@ -154,6 +154,7 @@ class HopperKind:
 
     @classmethod
     def unit(cls, change: Any) -> float | None:
+        """The unit that scores must have, if any."""
         return None
 
     def __init__(self, change: Any, request: HopperRequest, wanted: Sequence[bool]) -> None:

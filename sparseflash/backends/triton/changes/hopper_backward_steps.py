@@ -165,6 +165,7 @@ def started(CHANGES: gl.constexpr, no_scores):
 
 @gluon.jit
 def plus_gradients(CHANGES: gl.constexpr, changes, sums, ds, of_tiles):
+    """Adds a tile's fp32 gradients to the sums."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].gradient is None:
@@ -176,6 +177,7 @@ def plus_gradients(CHANGES: gl.constexpr, changes, sums, ds, of_tiles):
 
 @gluon.jit
 def plus_later_gradients(CHANGES: gl.constexpr, changes, sums, half_ds, of_tiles, step, place, no_sums):
+    """Adds a tile's 16-bit gradients to the sums, after dq has left its registers."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].gradient_later is None:

@@ -49,6 +49,7 @@ def biases_kernel(
     k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
     IN_PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The bias of every key, 0 past the last key. If IN_PIECES: [rows, PIECES, whole tiles]."""
     row, number = tl.program_id(0) // programs_of_row, tl.program_id(0) % programs_of_row
     key = number * BLOCK + tl.arange(0, BLOCK)
     start_ptr = values_ptr + tl.cast(row, tl.int64) * width

@@ -325,7 +325,9 @@ class StoredPairsOnHopper(PairsOnHopper):
 
 
 def _below_one_another(values: Tensor) -> Tensor:
-    """Without tiles, one tile that is never read, because a descriptor needs a tensor that is not empty."""
+    """Tiles `[B, H, tiles, block_q, block_k]`, viewed as one head. Without tiles, one tile that is never read, because
+    a descriptor needs a tensor that is not empty.
+    """
     if values.numel() == 0:
         return values.new_empty(1, 1, *values.shape[3:])
     return values.view(1, 1, -1, values.shape[4])

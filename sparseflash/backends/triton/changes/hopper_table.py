@@ -175,6 +175,7 @@ def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, 
 
 @gluon.jit
 def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    """The first three numbers of `hopper_tell`, as an integer, a bool and a float."""
     ahead, is_shared = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1) != 0
     return ahead, is_shared, as_float(heard_of(CHANGES, NUMBER, step, 2))
 

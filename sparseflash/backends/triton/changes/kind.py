@@ -133,7 +133,11 @@ class Functions:
 
 
 class Changes:
-    """All score modifications of a kernel, in the order in which they are applied."""
+    """All score modifications of a kernel, in the order in which they are applied.
+
+    Triton's cache on disk identifies a compile-time argument by its `cache_key`, or by its `str`, which of a device
+    function is only its name: with a plain tuple, an edited function would still run its old machine code.
+    """
 
     def __init__(self, kinds: Sequence[Functions]) -> None:
         self.kinds = tuple(kinds)

@@ -59,6 +59,7 @@ class Changed:
         self._whole = dict(zip(WHOLE_NUMBERS, whole))
 
     def constant(self, part: Part) -> Changes | None:
+        """The compile-time argument CHANGES of a kernel; None if scores are only scaled and masked."""
         return Changes([kind.functions(part) for kind in self.applied]) if self.are_changed else None
 
     def numbers(self, part: Part) -> dict[str, Any]:

@@ -34,7 +34,8 @@ _PAIRS = "pair_strides, batch, head, first_q, first_k, q_len, k_len, MASKED"
 
 class Load(NamedTuple):
     """One read of a learned tensor: how the kernels write its gradient, and how that becomes a gradient of the
-    tensor."""
+    tensor.
+    """
 
     tensor: int
     way: Way

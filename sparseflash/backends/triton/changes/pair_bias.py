@@ -144,6 +144,7 @@ def readable(values: Tensor) -> Tensor:
 
 
 def strides_where_shared(values: Tensor) -> tuple[int, ...]:
+    """The strides of all dimensions, 0 for dimensions of size 1, which are broadcast."""
     return tuple(0 if n == 1 else stride for n, stride in zip(values.shape, values.stride()))
 
 

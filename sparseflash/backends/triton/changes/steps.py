@@ -42,6 +42,8 @@ def loaded(
 ):  # fmt: skip
     """The results of `load` of each score modification, before the matrix products of a tile.
 
+    Biases are loaded before the product because of register layouts.
+
     The load of a bias has another layout than the scores. Where the two meet outside of a product, as in a row maximum,
     Triton converts to the layout of the later operation. If that is the load, all scores are converted to its layout
     and back, and a row is reduced across a warp. Where rows of a 16-bit bias do not begin at multiples of 16 elements,

@@ -157,6 +157,7 @@ def _power(number: int) -> int:
 
 
 def _stride(x: Tensor, name: str) -> int:
+    """The stride between the batch elements of `x`, `[B]`."""
     stride = x.stride(0) if len(x) > 1 else 0
     check_count(f"the stride of {name}", stride, remedy="Call .contiguous().")
     return stride

@@ -140,7 +140,10 @@ def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = F
 
 @triton.jit
 def product_of_whole(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr):
-    """x y. The tiles are split here, because Triton's own bf16x6 cannot add the six products in the MIRRORED order."""
+    """x y. The tiles are split here, because Triton's own bf16x6 cannot add the six products in the MIRRORED order.
+
+    The interpreter multiplies in fp32 and needs no pieces.
+    """
     if _SPLITTING == "ieee":
         return tl.dot(x, y, input_precision=_SPLITTING)
     else:
@@ -202,7 +205,7 @@ def pieces_kernel(
 def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
     """The pieces of `x [B, H, N, D]`, fp32: `[B, H, N, 3, padded_dim]`, bf16 (in Triton's interpreter fp32).
 
-    Takes 1.5 times the memory of `x`, or more if `padded_dim` exceeds D.
+    Takes 1.5 times the memory of `x`, or more if `padded_dim` exceeds D. The last dimension of `x` must be contiguous.
     """
     batch, heads, length, dim = x.shape
     pieces = torch.empty(batch, heads, length, PIECE_COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)

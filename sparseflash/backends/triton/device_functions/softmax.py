@@ -1,4 +1,8 @@
-"""The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient."""
+"""The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient.
+
+All loops of all kernels use these, in base 2 with fp32 accumulation. `live` marks the live scores; it is None, and
+costs nothing, if all are.
+"""
 
 import triton
 import triton.language as tl

@@ -293,7 +293,9 @@ def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def hand_over(x, rest, which, target_s, full, empty, parities, REST: gl.constexpr):
-    """Bit `which` of `parities`: whether this sender has received an odd number of tiles before."""
+    """Waits for a sender's buffer and gives it a tile: x and, if REST is not 0, as many more channels. Bit `which` of
+    `parities`: whether this sender has received an odd number of tiles before.
+    """
     mbarrier.wait(empty.index(which), ((parities >> which) & 1) ^ 1)
     if x.shape[1] < target_s.shape[1]:
         target_s.slice(0, x.shape[1], dim=1).store(x)

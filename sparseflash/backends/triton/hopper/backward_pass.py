@@ -210,6 +210,7 @@ class Backward:
         return gradients, found
 
     def _drow(self, rows: Tensor, lse: Tensor) -> Tensor:
+        """-delta of every query, `[B, Hq, Nq]`, from the numbers that `begin_kernel` writes."""
         return rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
 
     def _run(

@@ -42,6 +42,7 @@ def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
 
 
 def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
+    """Whether too few of the blocks of 64 in live tiles of 128 are live."""
     retiling = plan.lists.retiling
     if retiling is None:  # of a mask that is made at every step; the tiles are not known on the host
         return True

@@ -101,6 +101,7 @@ class Config(NamedTuple):
 
     @property
     def padded_v_dim(self) -> int:
+        """The channels of a chunk, which `combine_rows_kernel` reads: a power of 2."""
         return padded(sum(self.v_dims))
 
     @property

@@ -111,6 +111,7 @@ def _named(kinds: Iterable[str], *, logarithmic: bool | None = None) -> str:
 
 
 def _refuses_pairs(request: Request) -> str | None:
+    """Why the kernels cannot serve the bias of pairs of a request; None if they can."""
     pairs = request.pairs
     if pairs is None:
         return None

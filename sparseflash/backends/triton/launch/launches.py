@@ -57,6 +57,7 @@ def launch_of(
 
 
 def _dtypes(x: tuple[Any, ...]) -> Any:
+    """The dtypes of a tuple of tensors, or of tuples of them; None for other values."""
     return tuple([_dtypes(y) if isinstance(y, tuple) else getattr(y, "dtype", None) for y in x])
 
 

@@ -187,6 +187,10 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
 
 
 class _Items(NamedTuple):
+    """Items, sorted by program: the number, size, first entry, program and start time of each; and the first item of
+    every program, [programs + 1].
+    """
+
     sequence: Ints
     size: Ints
     first: Ints

@@ -62,6 +62,7 @@ def _planned(
     kernels: _Kernels, device: torch.device, lists: TileLists, counted: Tensor, pattern: Tensor, kv_heads: int,
     q_len: int, k_len: int, programs: int, lanes: int, may_wait: bool,
 ) -> BackwardPlan:  # fmt: skip
+    """The plan. device: the meta device in a rehearsal, where the numbers that the host would wait for are made up."""
     batch, query_heads = pattern.shape
     keys, queries, _ = lists.tiling
     rows, columns = -(-q_len // queries), -(-k_len // keys)

@@ -1,6 +1,7 @@
 """The work plan of the Hopper forward: its items, the cuts of long rows, and the order in which items are taken.
 
-Programs draw items from one list, so the clock decides which program runs an item.
+Programs draw items from one list, so the clock decides which program runs an item. No result depends on it: an item is
+computed in the order of its own list, and only a row and the other rows of its pattern decide how the row is cut.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def forward_plan(
 ) -> Worklist:  # fmt: skip
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
+    A row without tiles has one dead tile, number -1.
+
     programs: how many run at a time; only the order depends on it. may_wait: False for a dynamic mask. Then no row is
     cut, and the order is the portable kernels'; on a GPU `dynamic_plan.py` makes the same plan with kernels. Otherwise
     the host waits for the device, once, where rows may have to be cut; if not may_cut, none is.
@@ -98,6 +101,7 @@ def forward_plan(
 
 
 def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
+    """The number of chunks of each row: int64. count: each `rows` numbers are one pattern."""
     tiles = count.view(-1, rows).long()
     is_few = columns > RULE.few * rows
     is_far = tiles * rows > RULE.far * tiles.sum(1, keepdim=True)
@@ -107,6 +111,7 @@ def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _work(items: Items, index: Tensor, tile: Tensor) -> Tensor:
+    """int32 [W, ITEM], in the order of the items."""
     number, start, full, count, part = (x.view(-1) for x in items)
     is_empty = count == 0
     start = torch.where(is_empty, 0, start)

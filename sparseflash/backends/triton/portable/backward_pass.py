@@ -118,6 +118,7 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores | None = None, sums: Sums | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+        """The gradients, and delta `[B, Hq, row stride]`."""
         layout, (q, k, v, out, lse, kept) = self._layout, saved
         dq, dk, dv = layout.empty(q), layout.empty(k), layout.empty(v)
         if not layout.as_they_are:

@@ -88,6 +88,7 @@ class Chooser:
         return chosen
 
     def _tiling(self, plan: Plan) -> tuple[Tiling | None, str]:
+        """`(tiling, why)`, with None for the tiles of the mask."""
         retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
         few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
         if retiling is None:

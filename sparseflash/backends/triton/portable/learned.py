@@ -34,13 +34,16 @@ class Call:
         self.lse = self.drow = torch.empty(0)
 
     def empty_of_queries(self) -> Tensor:
+        """A number for each query of each program of dq_kernel, fp32 `[W, BLOCK_M]`."""
         return self._empty(len(self._queries.work.work), self._queries.tile)
 
     def empty_of_keys(self) -> Tensor:
+        """A number for each key of each list of dk_dv_kernel, fp32 `[W, group, BLOCK_N]`."""
         group = self._numbers.heads // self._numbers.kv_heads
         return self._empty(len(self._keys.work.work), group, self._keys.tile)
 
     def zeros_of_programs(self, count: int) -> Tensor:
+        """`count` zeros for each program of dq_kernel, fp32 `[W, count]`."""
         return self._empty(len(self._queries.work.work), count).zero_()
 
     def empty_of_pairs(self, dtype: torch.dtype, *, all_live: bool) -> Tensor:
@@ -52,23 +55,27 @@ class Call:
         return (torch.empty if all_live else torch.zeros)(shape, dtype=dtype, device=self.device)
 
     def sums_by_head(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each head, `[Hq, ...]`."""
         tiles, heads = self._tiles(self._queries), self._numbers.heads
         head = _items(self._queries) // tiles % heads
         return sums_of_groups(part, head, heads, _unless_cut(self._queries, self._batch * tiles))
 
     def sums_by_batch_and_head(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each batch element and head, `[B, Hq, ...]`."""
         tiles, heads = self._tiles(self._queries), self._numbers.heads
         number = _items(self._queries) // tiles
         sums = sums_of_groups(part, number, self._batch * heads, _unless_cut(self._queries, tiles))
         return sums.view(self._batch, heads, *part.shape[1:])
 
     def sums_by_query(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each head and query, `[B, Hq, Nq]`."""
         numbers = self._numbers
         count = self._batch * numbers.heads * self._tiles(self._queries)
         sums = sums_of_groups(part, _items(self._queries), count, _unless_cut(self._queries, 1))
         return sums.view(self._batch, numbers.heads, -1)[:, :, : numbers.q_len]
 
     def sums_by_key(self, part: Tensor) -> Tensor:
+        """The sums of the parts of all programs of each query head and key, `[B, Hq, Nk]`."""
         numbers, tiles = self._numbers, self._tiles(self._keys)
         count = self._batch * numbers.kv_heads * tiles
         sums = sums_of_groups(part, _items(self._keys), count, _unless_cut(self._keys, 1))
@@ -109,6 +116,7 @@ class Sums:
 
 
 def _items(kernel: Bound) -> Tensor:
+    """The number of the work item of each program, int64 `[W]`."""
     return kernel.work.work[:, 0, ITEM_NUMBER.value].long()
 
 

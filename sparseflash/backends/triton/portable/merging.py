@@ -28,6 +28,9 @@ class Combine:
         constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
         names: Mapping[str, str],
     ) -> None:  # fmt: skip
+        """numbers_a_token: fp32 numbers of a partial result per token. tokens: tokens per program. names: arguments
+        that the main kernel has under another name, as `{name here: name there}`.
+        """
         if of.work.merged is None:
             raise RuntimeError("there are no chunks to merge")
         self._names = names
@@ -45,7 +48,10 @@ class Combine:
 def combine_rows(
     of: Bound, layout: KernelLayout, written: Mapping[str, Tensor], sink: Mapping[str, Tensor]
 ) -> Combine | None:
-    """Merges out and lse, and in fp32 the maximum and the inverse sum, into `written`."""
+    """Merges out and lse, and in fp32 the maximum and the inverse sum, into `written`.
+
+    Like the functions below, returns None if no item is cut into chunks.
+    """
     if of.work.merged is None:
         return None
     numbers, padded_v = layout.numbers, of.choice.padded[1]

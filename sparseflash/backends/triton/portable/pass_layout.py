@@ -1,5 +1,7 @@
-"""The base class of the forward's and the backward's layout: prepares q, k, v and dout in the form that kernels
-read."""
+"""The base class of the forward's and the backward's layout: prepares q, k, v and dout in the form that kernels read.
+In full fp32 either whole tensors are split into pieces first, or each tile is split where it is multiplied; see
+`fp32_split.py`.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +51,7 @@ class Layout:
         self.out, self.lse = empty_out(q, like(v)), empty_lse(q)
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
+        """The tensors in the form that kernels read: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
         if not self.pieces:
             return [readable(x) for x in (q, k, v, *dout)]
         padded, padded_v = self._padded

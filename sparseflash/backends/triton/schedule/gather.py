@@ -42,6 +42,8 @@ def gathered_queries(mask: BlockMask, streamed: int) -> TileLists:
 
 @dataclass(frozen=True)
 class _Grouped:
+    """The blocks of every row in groups of `parts`; the groups with only full blocks come first."""
+
     start: Tensor  # int32 [rows]
     full: Tensor  # int32 [rows]
     count: Tensor  # int32 [rows]
@@ -74,6 +76,7 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
 
 
 def _lists(grouped: _Grouped, joined: Callable[[Tensor], Tensor], words_each: int, tiling: Tiling) -> TileLists:
+    """The lists of grouped blocks. joined: makes the words of tiles [C, words] from the kinds of blocks [C, parts]."""
     partial = (grouped.kinds != 0).any(1)
     recipes, number = bitmask.deduplicate(grouped.kinds[partial].unsqueeze(-1))
     tile = torch.zeros(len(partial), dtype=torch.int32, device=partial.device)

@@ -273,6 +273,7 @@ def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tens
 
 
 def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
+    """The work items for `pattern [B, H, group]`, ordered by number: W = B * H * T."""
     group, device = pattern.shape[-1], pattern.device
     count_tiles = -(-length // tile)
     block = lists.tiling.held
@@ -287,6 +288,7 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
 
 
 def _in_start_order(items: Items, lists: TileLists) -> Tensor:
+    """The items as the kernels read them: int32 `[W, group, ITEM]`, in the order in which programs start."""
     start, masked = items.start.view(-1), (items.start + items.full).view(-1)
     index = lists.index.view(len(lists.tile), -1)[:, 0]  # kernels do not read this block for gathered tiles
     work = WorkItem(

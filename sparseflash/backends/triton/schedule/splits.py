@@ -56,6 +56,7 @@ class SplitRule(NamedTuple):
         return min(self.fewest, self.fewest_tiles * held)
 
     def longest_whole(self, held: int) -> float:
+        """The length in tokens of the longest items that are never cut if all have similar lengths."""
         return self.worth_alike * self.shortest(held)
 
 

@@ -9,7 +9,8 @@ import triton.language as tl
 
 class WorkItem(NamedTuple):
     """The first blocks of the list are stored here to save a program one dependent load before its first load of
-    keys."""
+    keys.
+    """
 
     number: Any  # of batch, head and tile of tokens
     start: Any  # start, full and count of its list: see `TileLists`

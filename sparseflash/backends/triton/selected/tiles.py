@@ -59,7 +59,10 @@ def shape_of(
     dim: int, v_dim: int, group: int, *, size: int, keep: bool, precision: str, shared: bool, backward: bool,
     far: bool, memory: int, scores: bool = False,
 ) -> tuple[Shape, int, int]:  # fmt: skip
-    """`(shape, warps, stages)`."""
+    """`(shape, warps, stages)`.
+
+    scores: the kernel writes scores, in fp32, which pass through shared memory.
+    """
     low, high = pieces(dim)
     padded_v = power(v_dim)
     rows, block_n, stages = _fitting(
