@@ -131,6 +131,8 @@ def attention_with_cache(
         (the logit of its sink, if there is one).
 
     Raises:
+        TypeError, ValueError: the arguments do not fit together.
+        RuntimeError: the backend cannot run here.
 
     No plan is made and no number is read from the device: launches depend on shapes alone. So after one call like it, a
     CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. There is

@@ -33,8 +33,12 @@ from experiments.training.reading import reading
 
 
 def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[Classifier, Config, dict[str, Any]]:
-    """mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run."""
-    found, about = tensor_files.read(path, weights.KIND, "config", "cost")
+    """The classifier of a finished run, its settings, and the description in its file.
+
+    path: the run's folder, or its model.safetensors.
+    mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run.
+    """
+    found, about = weights.read(path)
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
         config = replace(from_saved(about["config"]), compiled=False, recorded=False, context_parallel=1)
         about["cost"]["steps"]
@@ -71,6 +75,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
+    path, model, config, about: from `opened`.
+    first: test this many examples, the first ones; None: all.
+    progress: called with the number of tested examples.
+
     Losses are mean cross-entropies in nats.
     """
     check_disjoint(path, about.get("seen"), fingerprint(data))
@@ -89,8 +97,8 @@ def evaluate(
         "token_labels": about["cost"].get("token_labels", False),
         "test_examples": len(right),
         "test_accuracy": accuracy,
-        "error": sqrt(accuracy * (1 - accuracy) / len(right)),
-        "accuracy_of_run": about.get("test_accuracy"),
+        "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # the standard error
+        "accuracy_of_run": about.get("test_accuracy"),  # on the run's own test split
         "test_loss": loss,
         "baselines": [asdict(rule) for rule in baselines(data)],
         "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
@@ -107,6 +115,7 @@ def evaluate(
 def answers(
     model: Classifier, examples: Examples, config: Config, device: torch.device, progress: Callable[[int], None]
 ) -> tuple[Tensor, float]:
+    """Whether each example is answered correctly, in the order of the examples, bool [n] on the CPU; and the loss."""
     check_images(examples, config.shape)
     model.eval()
     right, loss, tested = [], torch.zeros((), dtype=torch.float64, device=device), 0
@@ -123,6 +132,7 @@ def answers(
 
 
 def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
+    """Accuracies by group, with the rules' accuracies, for groups with examples."""
     groups = []
     for number, name in enumerate(kinds.names):
         chosen = right[torch.from_numpy(kinds.of_test[: len(right)] == number)]

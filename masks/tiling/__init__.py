@@ -16,4 +16,14 @@ A family checks its arguments, then passes its rule to the first of these helper
 
 If the tiles can be listed but all differ, `BlockMask.from_function(candidates=(rows, cols))` evaluates each one.
 `sparseflash.masks.per_head` combines heads of different patterns.
+
+These and the families share:
+
+- `signatures.pattern`: decorates every family, so that lengths are given by position and everything else by name, and a
+  mask that is built inside a function compiled by torch.compile is a constant.
+- `arguments`: checks of numbers, lists, positions, square blocks; each raises "X must ...; got ...".
+- `grid`: shapes, coordinates and orders of the tokens of images and video; blocks that are translates of one another.
+- `listing.between`: the tiles of each block row from a first to a last column.
+- `draws`: random choices that are the same on every machine.
+- `sparseflash.blockmask`: `unique` numbers equal keys; `bitmask` packs and deduplicates bits.
 """

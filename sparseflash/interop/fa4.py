@@ -57,6 +57,8 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
     `compute_block_sparsity`, because its kernel takes the lengths.
 
     Args:
+        mask: in blocks of 128 keys and a multiple of 128 queries.
+        partial: promises that the caller supplies a `mask_mod` for partial tiles.
 
     In partial tiles FA4 evaluates a `mask_mod`, which is compiled from CuTe DSL and cannot be replaced by a tensor;
     without one it treats them as full. So a mask with partial tiles is refused without `partial=True`. The `mask_mod`

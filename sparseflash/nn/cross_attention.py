@@ -99,6 +99,7 @@ class SparseCrossAttention(Heads):
         """Attention of x to the context.
 
         Args:
+            x, context: `[B, Nq, embed_dim]` and `[B, Nk, context_dim]`.
             lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding.
             mask: replaces the layer's mask.
             scores: score modifications, as for `attention`.

@@ -133,6 +133,7 @@ class SparseSelfAttention(Heads):
         """Attention within each sequence of x.
 
         Args:
+            x: `[B, N, embed_dim]`.
             lengths: tokens of each sequence, integers `[B]`; later tokens are padding. They are not seen, their output
                 is the bias of `out`, and their features must be finite.
             positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...

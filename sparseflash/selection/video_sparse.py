@@ -86,6 +86,7 @@ class VideoSparseAttention(Heads):
         """Attention within a video, or within each of several.
 
         Args:
+            x: `[B, N, embed_dim]`.
             shape: frames, rows and columns of the video; or a list of them, one for each of the videos that lie one
                 behind the other in x. No video sees or chooses cubes of another.
             text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.

@@ -1,3 +1,5 @@
+"""`select_blocks` against its formula, an entry at a time, by both ways to the choice."""
+
 import importlib
 from unittest import mock
 
@@ -23,7 +25,7 @@ def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near, sums=Non
     live = torch.ones(q_len, k_len, dtype=torch.bool)
     if causal:
         live = torch.arange(k_len) <= torch.arange(q_len)[:, None] + shift
-    origin = torch.zeros(q_len, dtype=torch.int64)
+    origin = torch.zeros(q_len, dtype=torch.int64)  # the first block of a query's sequence
     if sums is not None:
         sequence = torch.bucketize(torch.arange(q_len), torch.tensor(sums[1:]), right=True)
         live = live & (sequence[:, None] == sequence)
@@ -53,19 +55,21 @@ def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near, sums=Non
     st.sampled_from(["max", "mean"]), st.booleans(), st.integers(0, 1), st.integers(0, 1),
     st.sampled_from([torch.float32, torch.float16]), SEEDS,
 )  # fmt: skip
-@example("kernels", 5, 150, (1, 2, 1), 4, 1, 4, "max", True, 1, 1, torch.float16, 0)
-@example("kernels", 40, 20, (1, 2, 1), 16, 1, 4, "max", True, 0, 1, torch.float32, 1)
-@example("kernels", 3, 150, (1, 2, 1), 128, 2, 3, "max", False, 0, 0, torch.float32, 2)
+@example("kernels", 5, 150, (1, 2, 1), 4, 1, 4, "max", True, 1, 1, torch.float16, 0)  # several sorts of a list
+@example("kernels", 40, 20, (1, 2, 1), 16, 1, 4, "max", True, 0, 1, torch.float32, 1)  # queries before all keys
+@example("kernels", 3, 150, (1, 2, 1), 128, 2, 3, "max", False, 0, 0, torch.float32, 2)  # two tiles of keys a block
+@example("kernels", 40, 150, (1, 2, 1), 16, 1, 3, "max", True, 1, 1, torch.float16, 3)  # some groups that all rows see
+@example("kernels", 40, 150, (1, 2, 1), 1, 1, 3, "mean", True, 0, 1, torch.float32, 4)  # taken one by one
 def test_the_best_blocks_are_those_of_the_formula(
     way, q_len, k_len, heads, span, block_q, top_k, reduce, causal, sinks, near, dtype, seed
 ):
     batch, q_heads, kv_heads = heads
-    if block_q > span and near:
+    if block_q > span and near:  # such lists would always have more than top_k
         near = 0
-    if reduce == "mean" and (q_len % block_q or k_len % span):
+    if reduce == "mean" and (q_len % block_q or k_len % span):  # thirds are not exact
         q_len, k_len = q_len * block_q, k_len // span * span + span
     g = generator(seed)
-    q, k = (
+    q, k = (  # whole numbers, so every sum is exact, with many ties
         torch.randint(-2, 3, (batch, h, n, 8), generator=g).to(dtype) for h, n in ((q_heads, q_len), (kv_heads, k_len))
     )
     more = {"top_k": top_k, "span": span, "block_q": block_q, "reduce": reduce, "causal": causal}
@@ -82,17 +86,17 @@ def test_the_best_blocks_are_those_of_the_formula(
     st.sampled_from([3, 9, 130]), st.sampled_from(["max", "mean"]), st.booleans(), st.integers(0, 1),
     st.integers(0, 1), SEEDS,
 )  # fmt: skip
-@example("kernels", [3, 2], 1, (1, 2, 1), (64, 1), 3, "max", True, 1, 1, 0)
-@example("kernels", [1, 2, 1], 0, (1, 2, 1), (4, 16), 9, "mean", True, 0, 0, 0)
-@example("kernels", [0, 1], 0, (1, 2, 1), (4, 16), 130, "max", False, 1, 0, 0)
-@example("kernels", [2, 1], 70, (1, 2, 1), (256, 64), 130, "max", True, 1, 1, 0)
+@example("kernels", [3, 2], 1, (1, 2, 1), (64, 1), 3, "max", True, 1, 1, 0)  # a document begins in a later tile
+@example("kernels", [1, 2, 1], 0, (1, 2, 1), (4, 16), 9, "mean", True, 0, 0, 0)  # one mean of queries a list
+@example("kernels", [0, 1], 0, (1, 2, 1), (4, 16), 130, "max", False, 1, 0, 0)  # long lists of blocks of queries
+@example("kernels", [2, 1], 70, (1, 2, 1), (256, 64), 130, "max", True, 1, 1, 0)  # long blocks, in parts
 def test_no_query_chooses_blocks_of_another_sequence(
     way, sizes, rest, heads, blocks, top_k, reduce, causal, sinks, near, seed
 ):
     (span, block_q), (batch, q_heads, kv_heads) = blocks, heads
     near = 0 if block_q > span else near
     step = max(span, block_q)
-    if reduce == "mean":
+    if reduce == "mean":  # thirds are not exact
         rest = 0
     sums = torch.tensor([0, *(size * step for size in sizes), rest]).cumsum(0).tolist()
     if not sums[-1]:
@@ -120,6 +124,7 @@ def test_long_lists_are_those_of_the_formula(way, q_len, k_len, span, top_k, cau
     assert torch.equal(got.long(), by_formula(q, k, **more, sinks=1, near=2))
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
 @pytest.mark.parametrize("way", ["operations", "kernels"])
 def test_minus_infinity_and_nan_are_never_chosen(way):
     q, k = torch.ones(1, 1, 3, 8), torch.ones(1, 1, 64, 8)
@@ -129,13 +134,13 @@ def test_minus_infinity_and_nan_are_never_chosen(way):
     with by(way):
         got = select_blocks(q, k, top_k=4, span=16)
         lists = got[0, 0].tolist()
-    assert lists == [[0, 2, 3, -1]] * 2 + [[-1] * 4]
+    assert lists == [[0, 2, 3, -1]] * 2 + [[-1] * 4]  # in block 2 one score is a number
 
 
 @pytest.mark.parametrize("way", ["operations", "kernels"])
 def test_of_equal_scores_the_first_block_wins(way):
     q, k = torch.zeros(1, 1, 2, 8), torch.ones(1, 1, 160, 8)
-    q[:, :, 1] = -0.0
+    q[:, :, 1] = -0.0  # minus zero equals zero
     k[:, :, ::32] = -1.0
     with by(way):
         assert select_blocks(q, k, top_k=3, span=16).tolist() == [[[[0, 1, 2]] * 2]]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lra.config import DEFAULTS, GENERATOR, VALIDATION
+from experiments.lra.model.positions import OF_BRACKETS
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Options
 from experiments.lra.token_labels import labels_of
@@ -68,6 +69,8 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Run:
+    """A finished run: its metrics, their file, and the accuracies of its log."""
+
     path: Path
     metrics: dict[str, Any]
     validation: float | None
@@ -79,6 +82,7 @@ class Run:
 
 
 def collect(folder: Path) -> list[Accuracy]:
+    """All finished classifying runs below a folder."""
     groups: dict[str, list[Run]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "config")
@@ -87,7 +91,7 @@ def collect(folder: Path) -> list[Accuracy]:
         run = Run(path, metrics, *scores(path.with_name("log.jsonl"), metrics))
         with reading(path, "the result of a run"):
             setting = key(metrics)
-            accuracy([run], setting, folder)
+            accuracy([run], setting, folder)  # reports a damaged result under its own name
         groups.setdefault(setting, []).append(run)
     for runs in groups.values():
         by_seed: dict[int, Path] = {}
@@ -117,6 +121,7 @@ def key(metrics: dict[str, Any]) -> str:
 
 
 def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
+    """One row for runs below `folder` with equal settings."""
     ordered = sorted(found, key=lambda run: run.seed)
     runs = [run.metrics for run in ordered]
     first = runs[0]
@@ -163,21 +168,24 @@ def name_of_task(config: dict[str, Any]) -> str:
 
 
 def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
+    """The steps of the tested weights, if validation selected them."""
     return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
 
 
 def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
+    """A run's accuracies in validation, and in training over the last log lines."""
     records = read(log)
     with reading(log, "the log of a run with its accuracies"):
         validations = [float(record["accuracy"]) for record in records if record["kind"] == "val"]
         trainings = [float(record["accuracy"]) for record in records if record["kind"] == "train"][-_LINES:]
     validation = metrics.get("validation_accuracy")
-    if validation is None and validations:
+    if validation is None and validations:  # the last weights were tested without validation
         validation = validations[-1]
     return validation, statistics.fmean(trainings) if trainings else None
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
@@ -191,11 +199,14 @@ def helps(config: dict[str, Any]) -> str:
     task, window = config["task"], config.get("convolution", 0)
     area = f"{window} tokens" if TASKS[task].side is None else f"{window} x {window} pixels"
     parts = {
-        "brackets counted": config.get("positions") == "nested",
+        "brackets counted": config.get("positions") in OF_BRACKETS,
+        "each argument's operator": config.get("positions") == "tree",
         "background dropped": config.get("background") == "drop",
         f"turned ({config['augment']})": config["augment"] not in ("none", "crops"),
         "mirrored and moved": config["augment"] == "crops",
-        f"{labels_of(task)} in training": config["auxiliary"] > 0,
+        "squares of other images": config.get("cutmix", 0) > 0,
+        "brightness as a number": config.get("encoding", "tokens") == "brightness",
+        f"{labels_of(task)} in training": config["auxiliary"] > 0,  # for initial weights see `described`
         f"convolutions of {area}": window > 0,
         "smoothed labels": config.get("label_smoothing", 0) > 0,
         "averaged weights": config.get("average", 0) > 0,
@@ -224,9 +235,11 @@ def described(initial: dict[str, Any] | None, origin: str = "") -> str:
 
 
 def name_of(origin: str) -> str:
+    """The name of the data without their seed."""
     return origin.split(",")[0]
 
 
 def stage(run: dict[str, Any]) -> str:
+    """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
     return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("token_labels") else "")
