@@ -187,7 +187,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
         files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     texts = {}
     left = [uri for uri in files.src_uris if uri.endswith(".md")]
-    while left:
+    while left:  # a copied page may lead to others
         uri = left.pop()
         texts[uri] = (ROOT / source_of(uri)).read_text(encoding="utf-8")
         if config.repo_url:

@@ -42,7 +42,7 @@ def bind(cls: Class, pkg: Module) -> None:
             method = Function(
                 name, lineno=found.lineno, endlineno=found.endlineno, returns=found.returns,
                 docstring=copy(found.docstring),  # a copy, because another extension rewrites each object's docstring
-                parameters=Parameters(*[*found.parameters][1:]),
+                parameters=Parameters(*[*found.parameters][1:]),  # without the mask, or the class
             )  # fmt: skip
             method.labels = {"classmethod"} if of_class else set()
             cls.set_member(name, method)

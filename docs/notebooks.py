@@ -16,7 +16,7 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
-    os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")
+    os.environ.setdefault("JUPYTER_PLATFORM_DIRS", "1")  # without it Jupyter warns of where it looks for its settings
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
     try:

@@ -101,7 +101,7 @@ def current_run(
     packages: Sequence[str] = (),
 ) -> Run:
     """The run of this process. commit: by default git's. packages: further ones whose versions matter."""
-    from experiments.training.environment import environment, installed_version
+    from experiments.training.environment import environment, installed_version  # readers of a file need no PyTorch
 
     further = {name: installed_version(name) for name in packages}
     return run_of(environment(device, command, commit) | further, seed=seed, helped=helped)

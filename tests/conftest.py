@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Choose another with --hypothesis-profile=long.
+# Choose another with --hypothesis-profile=long. A test that needs fewer examples scales the profile's number.
 settings.register_profile(
     "dev", max_examples=25, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

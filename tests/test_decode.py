@@ -47,7 +47,7 @@ class Case:
         return torch.randint(-1, -(-self.room // self.page) + 1, shape, generator=generator(self.seed + 1))
 
     def block_mask(self):
-        room = self.room + 7
+        room = self.room + 7  # masks may have more tokens than the cache has room for
         causal = masks.causal(room, block=(16, self.block_k))
         if self.mask == "one":
             return masks.local(room, window=30, causal=True, block=(32, self.block_k))

@@ -13,7 +13,7 @@ from sparseflash.blockmask.streams import ReadyEvent
 from tests.backends.triton.plans import kernels_of, plans_of
 from tests.compiling.uninterpreted import python
 
-HOPPER = {"capability": (9, 0)}
+HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
 
 
 def empty(heads=4, tokens=4096, dim=64, dtype=torch.bfloat16, device="meta"):
@@ -133,7 +133,7 @@ def test_changed_scores_are_explained():
     with pytest.raises(ValueError, match="the hopper kernels cannot serve this call"):
         explain(*empty(), scores=changes, backend="hopper", **HOPPER)
     divided = explain(*empty(), scores=scores.temperature(torch.ones(4)), **HOPPER)
-    assert divided == explain(*empty(), **HOPPER)
+    assert divided == explain(*empty(), **HOPPER)  # the queries are divided before
 
 
 def test_the_kernels_of_changed_scores_are_those_that_run():

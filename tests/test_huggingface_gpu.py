@@ -32,6 +32,7 @@ MODELS["vit"] = Shape(
     "vit", model="ViTForImageClassification", config="ViTConfig", settings=SIZES | {"image_size": 64, "patch_size": 4},
     small={}, tokens=0, batch=2,
 )  # fmt: skip
+# Warnings of these packages about themselves are not ours to fix.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 

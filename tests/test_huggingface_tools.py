@@ -14,6 +14,7 @@ SIZES = {
 }  # fmt: skip
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 IDS = torch.randint(1, 64, (2, 40), generator=torch.Generator().manual_seed(0))
+# Warnings of these packages about themselves are not ours to fix.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -22,7 +22,7 @@ def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     if any("from transformers" in source for source in examples(page)):
-        pytest.importorskip("transformers", minversion="5.17")
+        pytest.importorskip("transformers", minversion="5.17")  # needs Python 3.11
     names = {"__name__": "__main__"}
     for number, (source, output) in enumerate(zip(examples(page), outputs(page)), 1):
         code = compile(source, f"{page} example {number}", "exec")
@@ -47,7 +47,7 @@ def test_examples_that_cannot_run_here_import_what_there_is(page):
             if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "sparseflash":
                 try:
                     module = import_module(node.module)
-                except ModuleNotFoundError as error:
+                except ModuleNotFoundError as error:  # of a library that the module needs
                     assert not error.name.startswith("sparseflash"), error
                     continue
                 assert [each.name for each in node.names if not hasattr(module, each.name)] == []
@@ -125,7 +125,7 @@ def error_of(call):
     try:
         positional = [ast.literal_eval(argument) for argument in call.args]
         named = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    except ValueError:
+    except ValueError:  # not all of them are literals
         function = inspect.signature(function).bind
         positional, named = call.args, {each.arg: each.value for each in call.keywords}
     try:

@@ -50,7 +50,7 @@ def drawn(heads, q_len, k_len, dims, choices, dtype, seed):
 )  # fmt: skip
 @example((1, 1, 16), 3, 70, (16, 16), 70, False, torch.float32, 0)
 @example((1, 1, 2), 3, 1, (16, 16), 5, False, torch.float16, 1)
-@example((1, 1, 2), 8, 3, (16, 16), 5, True, torch.float32, 2)
+@example((1, 1, 2), 8, 3, (16, 16), 5, True, torch.float32, 2)  # queries before all keys
 def test_attention_to_chosen_tokens_is_exact_with_its_gradients(
     backend, heads, q_len, k_len, dims, choices, causal, dtype, seed
 ):
@@ -333,7 +333,7 @@ def test_what_is_refused_and_why(arguments, error, message):
     st.integers(1, MOST_DIM), st.integers(1, MOST_DIM), st.integers(1, 256), st.sampled_from([2, 4]),
     st.sampled_from(["forward", "backward", "scores"]),
 )  # fmt: skip
-@example(576, 1, 128, 2, "scores")
+@example(576, 1, 128, 2, "scores")  # 64 keys in two stages would need 237,568 bytes
 def test_tiles_cover_every_head_and_column(dim, v_dim, group, size, kernel):
     backward, v_dim = kernel == "backward", 1 if kernel == "scores" else v_dim
     low, high = pieces(dim)

@@ -59,7 +59,7 @@ def rendered(table: Table, results: Path) -> Rendered:
             files[found.file.key] = found.file
             is_one_ratio = " / " in request and " to " not in found.text
             noises |= {bool(found.noise)} if is_one_ratio else set()
-            if SEEDS not in found.text and not is_one_ratio:
+            if SEEDS not in found.text and not is_one_ratio:  # else the noise or deviation stands in the cell
                 spread = max(spread, found.spread)
                 of_what = "single case" if " to " in found.text else of_what
             text = found.text if table.units else found.text.removesuffix(found.unit)

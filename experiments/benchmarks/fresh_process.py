@@ -37,7 +37,7 @@ def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 2
         except subprocess.CalledProcessError as failure:
             print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
             raise RuntimeError(f"the process ended with {failure.returncode}") from failure
-    return json.loads(done.stdout.decode().splitlines()[-1])
+    return json.loads(done.stdout.decode().splitlines()[-1])  # libraries may have printed before
 
 
 def main() -> None:

@@ -303,6 +303,7 @@ def way_of(case: Case, which: str, device: torch.device) -> Way:
     settings = {"flops": found.flops if which == "both" else found.forward_flops, "live": case.mask().density}
     if case.kind != STANDARD and device.type == "cuda":
         settings["kernels"] = kernels_of(case, torch.cuda.get_device_capability(device)).names(which)
+    # Standard attention may run out of memory.
     return Way(lambda: made()(), settings=settings, peer=True)
 
 

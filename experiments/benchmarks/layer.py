@@ -137,7 +137,7 @@ def layer(
     bench = Bench.start("layer", device, commit, out, seed=seed, rounds=rounds, round_ms=200.0)
     for case in chosen:
         sized = case if length is None else case.shrunk(length, 32)
-        torch.compiler.reset()
+        torch.compiler.reset()  # otherwise the limit of recompilations is reached
         bench.time(f"{case.path}/step", ways_of(sized, names, bench.device, seed))
     bench.finish()
 

@@ -151,6 +151,7 @@ class Config:
 HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
+# They do not affect the weights, or change the run's length.
 FREE_ON_RESUME = (
     "steps", "minutes", "device", "compiled", "recorded", "context_parallel", "recompute", "validate_every",
     "validation_tokens", "checkpoint_every", "log_every",

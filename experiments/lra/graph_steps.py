@@ -16,6 +16,7 @@ from experiments.lra.losses import objective_of
 from experiments.training.cuda_graphs import GraphInputs, GraphSteps, copy_into
 from experiments.training.steps import NO_LABEL, Steps
 
+# At 4,096 tokens in blocks of 128 there are this many; rare shapes are not worth a graph.
 MOST_SHAPES = 40
 
 

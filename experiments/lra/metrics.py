@@ -40,7 +40,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.state.step,
         "tested_step": run.tested_step,
-        "validation_accuracy": validation_accuracy(run),
+        "validation_accuracy": validation_accuracy(run),  # None if not validated
         "training_seconds": run.state.seconds,
         "startup_seconds": run.state.startup_seconds,  # not training
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # without padding

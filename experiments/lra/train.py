@@ -74,6 +74,7 @@ class Run(Trainer[Batch]):
         self.shape = config.shape
         for examples in (data.train, data.val, data.test):
             check_images(examples, self.shape)
+        # The first process may store them.
         self.token_classes = ranks.first_before_others(lambda: token_labels_of(data)) if config.auxiliary else None
         sizes = blocks_of_rows(data.train, self.shape) if config.buckets else None
         self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)

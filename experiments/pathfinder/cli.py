@@ -154,6 +154,7 @@ def cnn_command(
     out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file for each, and cnn.md for all.")] = RUNS,
 ) -> None:
     """Train a small 2-D CNN, and test it beside rules that trace nothing."""
+    # PyTorch takes seconds to import.
     from experiments.pathfinder import testset
     from experiments.pathfinder.cnn import results, run
     from experiments.pathfinder.cnn.images import test_file

@@ -77,7 +77,7 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
         with reading(path, "an array of strings [images, columns]"):
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may state any size
             if array.ndim != 2 or array.dtype.kind not in "US":
                 raise ValueError(f"{array.dtype} {list(array.shape)}")
             lines = [" ".join(row) for row in array.astype(str)]

@@ -69,6 +69,7 @@ class Rendering:
                 raise ValueError("a rendering with noise must have random numbers to draw it from; got none")
             noise = self.noise * random.standard_normal(image.shape, np.float32)
             image += noise if self.noisy == "everywhere" else np.where(image >= 1, noise, 0)
+        # A whole number up to its last bits must not become the number below.
         image += 0.5 if self.levels == "rounded" else 1e-6
         levels = image.clip(0, 255).astype(np.uint8)
         levels[levels < self.floor] = 0

@@ -33,6 +33,7 @@ def merge(mask, y, x, stamp):
     size, radius = mask.shape[0], stamp.shape[0] // 2
     left, right = max(0, x - radius), min(size, x + radius + 1)
     for row in range(max(0, y - radius), min(size, y + radius + 1)):
+        # With separate rows the compiler processes 16 pixels at a time.
         here, there = mask[row, left:right], stamp[row - y + radius, left - x + radius : right - x + radius]
         for column in range(len(here)):
             here[column] = max(here[column], there[column])

@@ -211,6 +211,7 @@ FREE_ON_RESUME = (
 )  # fmt: skip
 
 
+# Of runs from before these settings.
 BEFORE: dict[str, Any] = {"intensity": "rows", "renderings": False, "floor": 1}
 
 

@@ -68,7 +68,7 @@ def curve(run: Mapping[str, Any], kind: str, note: Mapping[str, Any]) -> Curve:
     train, val = (columns(run["curve"][part]) for part in ("train", "val"))
     last = len(run["curriculum"]) - 1
     of_last = val["stage"] == last
-    images = np.interp(val["step"][of_last], train["step"], train["images"])
+    images = np.interp(val["step"][of_last], train["step"], train["images"])  # validations do not say how many
     result = note.get("results", {}).get(f"{SIZE}-{CONTOUR}-drop")
     return Curve(
         run["name"], kind, tuple(images.tolist()), tuple(val["accuracy"][of_last].tolist()),

@@ -52,7 +52,7 @@ def score(
     model.eval()
     logits, labels = [], []
     for packed in packings:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # training may use the cached masks
             batch = on_device(packed, layers, device, config.registers)
         logits.append(forward(model, batch, config)[0])
         labels.append(batch.labels)

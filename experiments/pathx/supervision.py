@@ -22,6 +22,7 @@ def of_model(about: dict[str, Any]) -> Supervision:
     if "helped" in about:
         found: Supervision = about["helped"]
         return found
+    # Older files have only their own labels' weight.
     earlier = 0.0 if about.get("initial") is None else _earlier(about["initial"])["labels"]
     return {"labels": largest(about["auxiliary"], earlier), "hidden": 0.0}
 

@@ -101,7 +101,7 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                         tested[size] = found
                 if tested:
                     ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
-    ours.sort(key=lambda each: each[0])
+    ours.sort(key=lambda each: each[0])  # otherwise by name
     return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
 
 
@@ -147,6 +147,6 @@ def markdown(lines: list[list[str]]) -> str:
         "",
         "| " + " | ".join(lines[0]) + " |",
         "|" + "---|" * len(lines[0]),
-        *("| " + " | ".join(line).replace("*", r"\*") + " |" for line in lines[1:]),
+        *("| " + " | ".join(line).replace("*", r"\*") + " |" for line in lines[1:]),  # two would be emphasis
     ]
     return "\n".join(text) + "\n"

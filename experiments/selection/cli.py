@@ -49,7 +49,7 @@ def compare(
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
         settings = PRESETS[preset].changed(block=block, marked=not unmarked, steps=steps)
         for each in way or ():
-            layer_of(each, settings.sizes)
+            layer_of(each, settings.sizes)  # raises an error, if any, before anything is trained
         place = find_device(device or ("cuda" if preset == "gpu" else "cpu"))
         out.mkdir(parents=True, exist_ok=True)
         results: list[dict[str, Any]] = []

@@ -34,7 +34,7 @@ def measurements_of(result: dict[str, Any]) -> list[Measurement]:
 
 
 def save_plot(results: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyplot needs a display
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)

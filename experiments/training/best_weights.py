@@ -12,7 +12,7 @@ from experiments.training.weight_average import Weights, copied, exchanged
 class BestWeights:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.weights: Weights = {}
+        self.weights: Weights = {}  # none before the first validation
         self.step, self.accuracy = 0, float("-inf")
         self.offered = 0  # step
 

@@ -135,7 +135,7 @@ class GradientGraph:
                 if gradients is not None:
                     move_gradients(model, gradients)
         finally:
-            torch.cuda.set_stream(current)
+            torch.cuda.set_stream(current)  # a failed capture may have left another
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def replay(self) -> Outcome:

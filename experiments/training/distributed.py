@@ -165,7 +165,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         return
     device = find_device(name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # for Triton
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
@@ -175,7 +175,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp", "cp"))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control, context_parallel, mesh)
     yield ranks
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # after an error others may wait, and torchrun ends them
     # Threads end with the last reference to the group. A thread that releases a tensor while Python exits aborts the
     # process.
     object.__setattr__(ranks, "control", None)

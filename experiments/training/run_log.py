@@ -41,7 +41,7 @@ def read(path: Path) -> list[Record]:
     if not path.exists():
         return []
     with reading(path, "the log of a run, a JSON object with its kind and step a line"):
-        lines = path.read_text().split("\n")[:-1]
+        lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
         records: list[Record] = [json.loads(line) for line in lines]
         for record in records:
             if not isinstance(record["step"], int) or not isinstance(record["kind"], str):

@@ -57,7 +57,7 @@ def begin(
         )
     if SETTINGS in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
-    if not resume:
+    if not resume:  # a later --resume would adopt older runs
         older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
         for place in older:
             check_replaceable(place, overwrite=overwrite, initial=initial)

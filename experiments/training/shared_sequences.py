@@ -27,7 +27,7 @@ class SharedSequences:
     """A mask that is constant over batches decides. The cache holds at most two plans for each mask and row length."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
+        self.ranks = ranks  # the mesh would keep its process groups
         # With the mask, so that its id stays unique.
         self._plans: dict[tuple[int, bool], tuple[BlockMask, ShardPlan]] = {}
 

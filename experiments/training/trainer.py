@@ -93,6 +93,7 @@ class Trainer(ABC, Generic[Batch]):
         self.folder, self.model, self.optimizer, self.device, self.cadence = folder, model, optimizer, device, cadence
         self.ranks = ranks
         self.listeners: list[Callable[[Record], None]] = []
+        # It may be writing a checkpoint.
         found = ranks.on_first(lambda: checkpoint.newest(folder)) if resume else None
         self.before: dict[str, Any] | None = None
         if initial is not None:

@@ -60,7 +60,7 @@ def test_functions_in_chunks_and_gathered_tiles(dtype):
 
 def widest_gathered(tilings: list[Tiling]) -> Tiling:
     found = [tiling for tiling in tilings if tiling.gathered]
-    assert found
+    assert found  # otherwise nothing here would be gathered
     return max(found)
 
 

@@ -23,7 +23,7 @@ def peak_of(action):
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of memory is read from /proc")
     with threads(1):  # so that CPU time is work, not waiting threads
-        action()
+        action()  # allocations that happen only once
         Path("/proc/self/clear_refs").write_text("5")
         before, start = _kilobytes("VmRSS"), time.process_time()
         result = action()

@@ -19,6 +19,7 @@ PATTERNS = {
     "every second": lambda k, tokens, tile: k % 2 == 0,
     "none": lambda k, tokens, tile: k < 0,
 }
+# For each head: keys before the query, near and far, by turns of two kinds, and keys after it.
 DEAD_BUCKETS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=torch.bool)
 KINDS = ("bias", "shared bias", "key_bias", "tile bias", "relative", "where", "function")
 
@@ -141,7 +142,7 @@ class Case:
             both = live if mask is None else live & mask.bake_lengths().to_dense()
             if self.kind != "tile bias":
                 mask = BlockMask.from_dense(both, block=self.block)
-            else:
+            else:  # its mask must be the mask of the values
                 pairs = scores.bias(torch.zeros(both.shape, dtype=other).masked_fill(~both, -torch.inf).to(device))
                 made = pairs + made
         mask = None if mask is None else mask.to(device)

@@ -40,7 +40,7 @@ class Scored:
     problem: Problem
     kinds: tuple[str, ...]
     shared: bool = False
-    half: bool = False
+    half: bool = False  # the tensors have the problem's dtype, not fp32
     fixed: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
 

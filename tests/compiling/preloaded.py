@@ -11,7 +11,8 @@ from triton.runtime.cache import triton_key
 
 import experiments.benchmarks.compile.report  # noqa: F401
 
-triton_key()
+triton_key()  # reads all of Triton, which it does once a process
 
+# Faster without line numbers.
 knobs.compilation.disable_line_info = True
 gc.freeze()  # so that no collection goes through the imported objects

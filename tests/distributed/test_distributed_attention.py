@@ -82,7 +82,7 @@ def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, way):
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
 
 
-@pytest.mark.parametrize("transport", ["collective", "peer"])
+@pytest.mark.parametrize("transport", ["collective", "peer"])  # they attend after the others, or before them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_queries_that_attend_apart_are_as_exact(pool, ranks, dtype, transport):
@@ -152,7 +152,7 @@ def test_a_plan_outlives_its_group_with_an_error():
     class Group:
         pass
 
-    collectives = Collectives(Group())
+    collectives = Collectives(Group())  # the only reference to the group
     with pytest.raises(RuntimeError, match="the process group of a plan must exist as long as the plan is used"):
         collectives.start([], message=None)
 
@@ -358,7 +358,7 @@ def test_the_model_counts_the_bytes_of_heads_that_travel(pool):
     plan = distributed.shard(mask, ranks=4, strategy="heads")
     sharded(pool, 4, mask, {"strategy": "heads"})(q, k, v)
     bytes_ = sum(total for total, _ in pool.run(4, sharded_attention.sent))
-    lse = 3 * 8 * 130 * 4 / 4
+    lse = 3 * 8 * 130 * 4 / 4  # not part of the model
     assert bytes_ == plan.chosen(distributed.Shape(1, 8, 4, 16, 16, torch.float32)).mean_bytes * 4 + lse
 
 

@@ -15,6 +15,7 @@ PAGES = (
 EXAMPLE = re.compile(r"^```python\n(.*?)^```\n(?:\n*^```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 
 
+# Results are records: the code in them is not an example.
 WITH_EXAMPLES = [page for page in PAGES if not page.startswith("experiments/results/")]
 
 

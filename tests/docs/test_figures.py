@@ -102,8 +102,8 @@ def test_what_the_store_cannot_give_is_an_error(results, request_, error):
     [
         (1.12, 0.004, "**1.12**"),
         (1.12, 0.11, "**1.12** ± 0.11"),
-        (1.12, 0.111, "1.12 ± 0.12"),
-        (1.014, 0.006, "1.01"),
+        (1.12, 0.111, "1.12 ± 0.12"),  # rounded up, so that the printed figures decide
+        (1.014, 0.006, "1.01"),  # above 1 by more than its spread, but not as printed
         (0.98, 0.005, "0.98"),
         (1.5, None, "1.50 ± ?"),
     ],

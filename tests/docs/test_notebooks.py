@@ -19,7 +19,7 @@ def test_a_notebook_runs(path, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # otherwise Jupyter warns about the place of its settings
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
     drawn = [cell for cell in notebook.cells if cell.source.endswith(("\nfigure", "\nImage(path)"))]

@@ -19,7 +19,7 @@ LAYOUTS = ("contiguous", "tokens first", "sliced")
 
 @dataclass(frozen=True)
 class Problem:
-    recipe: Recipe | None
+    recipe: Recipe | None  # of the mask; None: attention without a mask
     batch: int
     heads: int
     kv_heads: int

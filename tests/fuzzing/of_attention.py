@@ -29,6 +29,7 @@ from tests.fuzzing.values import (
     tensor,
 )
 
+# The last size of each does not fit.
 SIZES = {"batch": [1, 2, 3, 0], "heads": [1, 2, 4, 3, 0], "tokens": [17, 1, 40, 16, 64, 0], "dim": [16, 8, 1, 24, 0]}
 
 

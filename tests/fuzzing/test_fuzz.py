@@ -52,7 +52,7 @@ def test_scores_beyond_the_limit_of_half_precision_are_no_failures(backend):
     specs = [{"shape": [1, 2, 40, 16], "dtype": torch.float16, "grad": True, "seed": seed} for seed in range(3)]
     specs = [{**spec, "layout": "plain", "fill": "normal"} for spec in specs]
     named = {"mask": "none", "dropout": 0.0, "backend": backend, "seed": None, "lse": False}
-    for fill in ("normal", "zero"):
+    for fill in ("normal", "zero"):  # zeros give scores, not gradients, of 0
         specs[1]["fill"] = fill
         assert of_attention.fuzz_attention(drawn=(specs, 99, None), scale=1e30, **named) == "result"
 
@@ -171,7 +171,7 @@ def answer(mask, queue):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_masks_pass_through_workers_and_forks(start):
-    workers = 2 if start == "fork" else 1
+    workers = 2 if start == "fork" else 1  # each spawned worker imports PyTorch anew
     loader = torch.utils.data.DataLoader(
         Masks(), batch_size=None, num_workers=workers, multiprocessing_context=multiprocessing.get_context(start)
     )

@@ -299,6 +299,7 @@ def video_defined(q, k, v):
     return out, lse / math.log(2)
 
 
+# PyTorch's scaled_dot_product_attention, which is its own definition
 def torch_defined(**options):
     return lambda *tensors: scaled_dot_product_attention(*tensors, enable_gqa=True, **options)
 

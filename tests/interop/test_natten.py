@@ -141,7 +141,7 @@ def test_masks_are_made_once_and_defaults_are_those_of_natten():
     assert torch.equal(out, na2d(q, q, q, (3, 3), 1, 1, False))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by PyTorch's compiler
 @pytest.mark.parametrize("options", [{}, {"dilation": 2}, {"additional_keys": True}], ids=str)
 def test_it_compiles_without_a_graph_break(options):
     x = torch.randn(1, 24, 24, 2, 16, dtype=torch.float64, requires_grad=True)

@@ -226,7 +226,7 @@ def test_layouts_of_three_four_and_five_dimensions():
     expanded = [x.expand(-1, -1, -1, 4, -1) for x in (k, v)]
     want = defined(*(x.flatten(2, 3) for x in (q, *expanded))).unflatten(2, (2, 4))
     same(memory_efficient_attention(q, *expanded), want, [q, k, v])
-    own = [x + 0 for x in expanded]
+    own = [x + 0 for x in expanded]  # the same without strides of 0
     same(memory_efficient_attention(q, *own), want, [q, k, v])
 
 

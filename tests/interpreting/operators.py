@@ -24,7 +24,7 @@ OPERATORS = {
 }  # fmt: skip
 SWAPPED = {"__radd__": "__add__", "__rsub__": "__sub__", "__rmul__": "__mul__"}
 _OF_BOOLEANS = (np.bitwise_and, np.bitwise_or)
-MOST_COMPUTED = 128
+MOST_COMPUTED = 128  # kept for a type: literals of kernels are few, scales are not
 
 _semantic, _unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
 _binary_op, _generic_reduce = interpreter.InterpreterBuilder.binary_op, interpreter.ReduceOps.generic_reduce
@@ -40,7 +40,7 @@ def compute_by_numpy(monkeypatch):
     monkeypatch.setattr(interpreter, "_patch_attr", _set_unwrapped)
     monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", _reduce_at_once)
     monkeypatch.setattr(TritonSemantic, "arange", cache(TritonSemantic.arange))
-    if hasattr(tl.core, "_normalize_cache_policy"):
+    if hasattr(tl.core, "_normalize_cache_policy"):  # from Triton 3.8 on
         monkeypatch.setattr(tl.core, "_normalize_cache_policy", cache(tl.core._normalize_cache_policy))
     # Triton computes whether integers overflow by five operations, for an assertion in debug mode only.
     if not interpreter.InterpreterOptions().debug:
@@ -93,7 +93,7 @@ def _known_operator(name, slow):
             result = slow(self, other)
             if len(computed) == MOST_COMPUTED:
                 computed.clear()
-            kept = other if right is None else other.type
+            kept = other if right is None else other.type  # otherwise another type may reuse its id
             computed[key] = _by_numpy(name, self, other), result.type, kept
             return result
         compute, result_type, _ = way
@@ -140,7 +140,7 @@ def _with_number(name, own, number):
     if computation_type(_semantic, own, False, kind, True, False) is not own:
         return None
     operation = OPERATORS[SWAPPED.get(name, name)]
-    constant = _semantic.scalar_constant(number, dtype=own).handle.data
+    constant = _semantic.scalar_constant(number, dtype=own).handle.data  # `slow` has checked that it fits
     if name in SWAPPED:
         return lambda a, _: operation(constant, a)
     return lambda a, _: operation(a, constant)

@@ -24,7 +24,7 @@ def patch_once_a_launch(monkeypatch):
             seen_by[fn] = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
         seen = seen_by[fn]
         if seen and seen <= patched:
-            return None
+            return None  # a launch, which needs what is returned, begins with nothing patched
         patched.update(seen)
         return patch(fn)
 

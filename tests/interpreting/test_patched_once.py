@@ -31,6 +31,7 @@ def test_device_functions_find_the_language_as_the_kernel_left_it(monkeypatch):
         looked_through.clear()
         double_often[(3,)](x, out, COUNT=4)
         assert torch.equal(out, 16 * x)
+        # tl for the kernel, and both for tl.sum; not for each of the 12 calls.
         assert looked_through[0] is tl and len(looked_through) <= 3
         assert (tl.load, tl.tensor.__add__, tl.range) == at_rest
 

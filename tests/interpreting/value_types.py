@@ -16,7 +16,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 NUMBERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
-MOST_NUMBERS = 64
+MOST_NUMBERS = 64  # kept for a type: literals of kernels are few, scales are not
 
 tensor, block_type, dtype, Handle = tl.core.tensor, tl.core.block_type, tl.core.dtype, interpreter.TensorHandle
 _make_block, _with_element_ty, _make_tensor = block_type.__init__, block_type.with_element_ty, tensor.__init__

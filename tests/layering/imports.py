@@ -87,7 +87,7 @@ def path_of(module):
 @cache
 def row_of(path):
     group, folder = next((name for name, files in GROUPS.items() if path in files), None), path.rpartition("/")[0]
-    return next((row for row in (path, group) if row in MAY_IMPORT), folder)
+    return next((row for row in (path, group) if row in MAY_IMPORT), folder)  # a new folder may have no row yet
 
 
 def is_leaf(module):

@@ -13,6 +13,7 @@ antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")
 MOST = 150
 BLOCKS = (16, 32, 64)
 
+# Triton's interpreter runs the kernels here.
 WAYS = st.sampled_from(["operations", "kernels"])
 INTEGERS = st.sampled_from(
     [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8]

@@ -119,7 +119,7 @@ def test_mass_never_keeps_what_scores_nothing(drawn, mass, seed, way):
     with by(way):
         mask = masks.mass_blocks(scores, mass=mass, **arguments)
     mask.validate()
-    usable = (as_four(scores) > -torch.inf) | forced
+    usable = (as_four(scores) > -torch.inf) | forced  # NaN is not
     dense = mask.to_dense()
     expected = tokens_of(usable, arguments["q_len"], arguments["k_len"], arguments["block"]) & live
     assert not (dense & ~expected).any()
@@ -165,7 +165,7 @@ def test_mass_is_of_the_softmax_and_not_of_the_exponentials():
 @given(choices(), st.sampled_from([0.2, 0.7, 1.0, None]), st.booleans(), SEEDS)
 def test_kernels_choose_what_operations_choose(drawn, mass, half, seed):
     shape, arguments, _, forced = drawn
-    scores = coarse(shape, seed)
+    scores = coarse(shape, seed)  # few values, so that no sum of shares falls near the mass by chance
     scores = scores.half() if half else scores
     k = max(1, int(forced.sum(1).max())) + 1
     found = []

@@ -240,6 +240,7 @@ def test_dilated_grid_sees_the_same_residues(data, shape, block):
 
 
 def test_a_dilated_grid_takes_memory_of_its_live_tiles_alone():
+    # A matrix of blocks and groups would take 32 GB.
     assert masks.dilated_grid((1024, 1024), dilation=1024) == masks.local(1 << 20, window=1)
 
 

@@ -451,7 +451,7 @@ def test_autocast_makes_inputs_fit_that_it_casts(name):
             for other in (torch.float16, torch.float32):
                 out = CALLS[name](X.to(dtype), X.to(other))
                 assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16
-        for dtype in (torch.float64, torch.int64):
+        for dtype in (torch.float64, torch.int64):  # dtypes that it does not cast
             with pytest.raises(TypeError, match="must have the dtype of the layer's weights under autocast, torch"):
                 CALLS[name](X.to(dtype), X)
         with pytest.raises(ValueError, match="must be on the device of the layer's weights, cpu; it is on meta"):

@@ -145,4 +145,4 @@ def _rank(environment, function, arguments, output):
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1)  # others may be waiting for this one in a group

@@ -45,7 +45,7 @@ class Processes:
         pairs = [multiprocessing.Pipe() for _ in range(count)]
         self.pipes = [ours for ours, _ in pairs]
         store = f"file://{self.folder.name}/store"
-        start = _spawned if backend == "nccl" else interpreting().start
+        start = _spawned if backend == "nccl" else interpreting().start  # no CUDA before a fork
         self.processes = [
             start(_serve, (theirs, store, rank, count, timeout, backend)) for rank, (_, theirs) in enumerate(pairs)
         ]

@@ -127,7 +127,7 @@ def test_a_gpu_chooses_by_kernels_what_it_chooses_by_operations(dtype, scale):
     )
     ends = torch.arange(rows, device="cuda", dtype=torch.int32)
     of = Candidates(ends // 3, ends * 7)
-    if scale is not None:
+    if scale is not None:  # weights are summed in another order, so the scores are not the same to the bit
         part = slice(100, 700)
         want = by_operations(q[:, :, part].double(), k_of.double(), factors[:, :, part].double(), (scale, of, part))
         got = summed(q, k_of, factors.float(), of, part, scale=scale)

@@ -125,7 +125,7 @@ def test_every_token_of_a_long_generation_is_right(kind):
         cache = layer.new_cache(2, 100)
         outs = [layer(x[:, :5], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(5, 100))]
         torch.testing.assert_close(torch.cat(outs, 1), layer(x), rtol=1e-6, atol=1e-7)
-        cache.truncate(61)
+        cache.truncate(61)  # drafts that were not accepted
         again = [layer(x[:, t : t + 1], cache=cache) for t in range(61, 100)]
     torch.testing.assert_close(torch.cat(again, 1), torch.cat(outs[57:], 1), rtol=1e-6, atol=1e-7)
 

@@ -16,6 +16,7 @@ from triton.compiler.compiler import make_backend
 class Said(NamedTuple):
     registers: int  # per thread
     spilled: int  # bytes a thread
+    # Warnings that matrix instructions are not asynchronous.
     serialised: tuple[str, ...]
 
 

@@ -99,7 +99,7 @@ def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
     q, k, v, dout = (x.clone() for x in (*setting.tensors, setting.dout))
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     causal = setting.name == "causal"
-    _cp_options.enable_load_balance = causal
+    _cp_options.enable_load_balance = causal  # which it refuses to do otherwise
     stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -80,7 +80,8 @@ def page(
                 zorder=1,
             )
             panel.spines[:].set_position(("outward", 72 / DPI))
-            if tokens <= 64 * block:
+            if tokens <= 64 * block:  # finer lines would hide the cells
+                # Ticks with grid lines would take most of the drawing time.
                 at = range(block, tokens, block)
                 lines = [((x, 0), (x, tokens)) for x in at] + [((0, x), (tokens, x)) for x in at]
                 panel.add_collection(LineCollection(lines, colors=GRID, linewidths=0.4, alpha=0.35, zorder=2))

@@ -77,7 +77,7 @@ def index_of(case: Case, device: torch.device) -> Tensor:
     rows = case.tokens if case.by_query else blocks
     own = torch.arange(rows, device=device) // (case.block if case.by_query else 1)
     found = torch.empty(1, case.choices, rows, min(case.chosen, blocks), dtype=torch.int32, device=device)
-    for head in range(case.choices):
+    for head in range(case.choices):  # the scores of all would need gigabytes
         scores = torch.rand(rows, blocks, generator=generator, device=device)
         if case.causal:
             columns = torch.arange(blocks, device=device)
@@ -91,7 +91,7 @@ def live_scores(case: Case, index: Tensor) -> int:
     counts = (index >= 0).sum().item()
     rows = 1 if case.by_query else case.block
     live = counts * rows * case.block
-    if case.causal:
+    if case.causal:  # the keys after a query in its own block
         blocks = -(-case.tokens // case.block)
         live -= case.choices * blocks * (case.block * (case.block - 1) // 2)
     return int(live * (case.heads // case.choices))
@@ -155,7 +155,7 @@ def peers_of(
         "flashinfer-a-mask-for-each-head": by_head,
         "flashinfer-heads-as-rows": as_rows,
     }
-    if not case.causal:
+    if not case.causal:  # only if asked
         found["flashinfer-cake"] = partial(by_head, backend="cake")
     return found
 

@@ -61,7 +61,7 @@ def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: 
                 if wrong:
                     raise ValueError(wrong)
                 runner = runner or runner_of(name, case, live, inputs)
-                if which == MEMORY:
+                if which == MEMORY:  # first, while nothing else is in memory
                     peak = peak_mib(runner, inputs, before, bench.device)
                 found = results(runner, which)
                 if name == OURS:
@@ -88,6 +88,7 @@ def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: 
 
 def _exactness(bench: Bench, case: Case, live: Pattern, inputs: Inputs, heads: int) -> str:
     path, (q, k, v, dout) = f"{case.path}/exactness/{OURS}", inputs.tensors
+    # A value that a kernel does not write is then noticed.
     freed = [torch.full_like(q, float("nan"), dtype=dtype) for dtype in (q.dtype, torch.float32)]
     del freed
     try:

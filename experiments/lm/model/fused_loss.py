@@ -29,7 +29,7 @@ def _kernel(logits, labels, losses, vocabulary, stride, factor, STEP: tl.constex
     lse = largest + tl.log(total)
     label = tl.load(labels + token)
     tl.store(losses + token, lse - tl.load(row + label).to(tl.float32))
-    tl.debug_barrier()
+    tl.debug_barrier()  # no warp writes before
     for start in range(0, vocabulary, STEP):
         inside = start + columns < vocabulary
         scores = tl.load(row + start + columns, mask=inside, other=0.0).to(tl.float32)

@@ -31,7 +31,7 @@ def fitted(data: Data, run: int, most: int | None = None) -> Answered:
 
     train = data.train.take(np.arange(min(most or len(data.train), len(data.train))))
     inputs, labels = features(train, data.task.longest, run), train.labels
-    selects = np.random.default_rng(0).random(len(train)) < _SELECTS
+    selects = np.random.default_rng(0).random(len(train)) < _SELECTS  # drawn: classes may alternate
     found = {}
     for strength in STRENGTHS:
         model = LogisticRegression(C=strength, max_iter=300).fit(inputs[~selects], labels[~selects])

@@ -178,6 +178,7 @@ def caught(row: Row, device: torch.device) -> Iterator[None]:
 def verdict(failure: Exception) -> tuple[str, str]:
     first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     if isinstance(failure, torch.OutOfMemoryError) or isinstance(failure.__context__, torch.OutOfMemoryError):
+        # "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which ..."
         return OUT_OF_MEMORY, re.sub(r" of which.*", "", first)[:200]
     return FAILED, f"{type(failure).__name__}: {first}"[:200]
 

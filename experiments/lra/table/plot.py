@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw(results: Results, path: Path) -> Path | None:
+    # Imported here, because matplotlib takes a second to import and other commands draw nothing.
     from matplotlib.figure import Figure
 
     panels = [panel for panel, needs in ((_speeds, results.times), (_accuracies, results.accuracies)) if needs]

@@ -73,7 +73,7 @@ def drawn(spans: list[Span], symbols: np.ndarray, pairs: int, *, seed: int) -> t
         number = int(random.integers(len(authors)))
         own = authors[number]
         first = second = own[int(random.integers(len(own)))]
-        if pair % 2:
+        if pair % 2:  # alternating, so that the first pairs of any number are balanced
             kinds[pair] = 1 if len(own) > 1 and random.random() < 0.5 else 2
             another = authors[(number + 1 + int(random.integers(len(authors) - 1))) % len(authors)]
             others = [span for span in (own if kinds[pair] == 1 else another) if span is not first]

@@ -56,7 +56,7 @@ class Training:
         while self.progress < 1:
             images, labels = next(batches)
             if begun is None:
-                begun = time.perf_counter()
+                begun = time.perf_counter()  # starting the drawing processes does not count
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * factor("cosine", self.step, config.warmup, self.progress)
             outcomes.append(training_step(self.model, optimizer, images, labels, config.precision))

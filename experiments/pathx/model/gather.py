@@ -49,4 +49,5 @@ def inverse_permutation(order: Tensor) -> Tensor:
 
 def places_in_groups(groups: Tensor, count: int) -> Tensor:
     places = torch.full((count + 1,), groups.numel(), device=groups.device)
+    # Entries without a row write to entry `count`, which is cut off.
     return places.scatter_(0, groups.flatten(), torch.arange(groups.numel(), device=groups.device))[:count]

@@ -34,7 +34,7 @@ class ElementMask:
             return cls(keys)
         scores = pattern if keys is None else pattern & keys
         empty = ~scores.any(-1, keepdim=True)
-        return cls(scores | empty, empty)
+        return cls(scores | empty, empty)  # the softmax of a dead row would be NaN
 
 
 def row_multiple(implementation: str, block: int) -> int:

@@ -174,7 +174,7 @@ def test_what_calls_give_stands_in_tuples_of_tuples_at_most(monkeypatch):
     assert [each.item for each in parameters] == [(0, 0), (0, 1, 0)]
     values = [((1, (2,)),)]
     Driver(monkeypatch)
-    kernel_of(parameters, values, [])
+    kernel_of(parameters, values, [])  # what no call gives may stand anywhere
     with pytest.raises(RuntimeError, match="must be tensors, tuples of them, or tuples of those"):
         kernel_of(parameters, values, [0])
 

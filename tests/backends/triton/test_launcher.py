@@ -284,6 +284,7 @@ def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeyp
     calls.clear()
     results[:] = [0, 201] if alone else [0, 0, 0, 201, 0]
     run()
+    # Without a context: the kernel once more; in a sequence, the second one and what follows.
     tried = [kernels.index(kernel) for kernel, _, _ in calls]
     assert chosen == [GPU] and tried == ([0, 0] if alone else [0, 1, 1, 2])
 

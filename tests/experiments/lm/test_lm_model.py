@@ -219,7 +219,7 @@ def test_patterns_of_ones_own_and_of_the_library_by_layer_and_head(tmp_path, mon
         return patterns.of_layers(text, 2, 4, 96, window=32, block=16)
 
     near = masks.local(96, left=5, right=0, block=16)
-    assert of("folder/mine.py:rule")[0] == of(f"{path}:rule")[0] == near
+    assert of("folder/mine.py:rule")[0] == of(f"{path}:rule")[0] == near  # and nothing after the query
     assert of("folder/mine.py:windows")[0] == masks.local(96, left=10, right=0, block=16)
     assert of("streaming(n, window=20, sink=4), causal")[0] == masks.streaming(96, window=20, sink=4, block=16)
     assert of("streaming(n, window=20, sink=4), causal")[1] == causal

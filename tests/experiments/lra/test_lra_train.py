@@ -353,7 +353,7 @@ def test_resuming_needs_the_same_examples_not_only_as_many(data, tmp_path):
     with pytest.raises(ValueError, match="must see the same data"):
         Run(TINY, replace(data, val=data.test, test=data.val), tmp_path / "run", resume=True)
     saved = json.loads((tmp_path / "run/config.json").read_text())
-    del saved["data"]["hash"]
+    del saved["data"]["hash"]  # of a run from before it was kept
     (tmp_path / "run/config.json").write_text(json.dumps(saved))
     Run(TINY, data, tmp_path / "run", resume=True)
 

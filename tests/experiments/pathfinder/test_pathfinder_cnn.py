@@ -148,7 +148,7 @@ def test_a_loss_that_is_no_number_ends_a_training():
 def test_answers_are_of_all_images_in_their_order():
     vectors = some(300)
     model = SmallCNN(32, 2)
-    model(torch.from_numpy(render(vectors, 0, 50)))
+    model(torch.from_numpy(render(vectors, 0, 50)))  # the running means are not those that it begins with
     right, loss = answers(model, vectors, TINY, CPU)
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(render(vectors)))

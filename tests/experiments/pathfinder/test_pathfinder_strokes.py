@@ -8,7 +8,7 @@ from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.strokes import SAMPLES, STYLES, TRAINING, Stroked, sampled, stroked
 
 SIZE, CONTOUR, COUNT = 64, 6, 60
-FINER = 16
+FINER = 16  # resolution of the slow drawing
 
 
 @pytest.fixture(scope="module", params=STYLES)

@@ -54,7 +54,7 @@ def leads(found, start, goal, margin, contour):
         half = min(length, LENGTH + 1) / 2
         for direction in (along, -along):
             ways.append((number, middle - half * direction, middle + half * direction, direction))
-    first = LENGTH + 2 * margin
+    first = LENGTH + 2 * margin  # to the dash after the one under the marker
 
     def after(end, direction):
         for way in ways:

@@ -120,7 +120,7 @@ def test_recorded_steps_are_those_of_the_host(monkeypatch, compiled):
         models[1].compile_layers()
     order = [PACKINGS[1], PACKINGS[0], PACKINGS[2], PACKINGS[1], PACKINGS[0]] * 3
     steps.prepare(order[0])
-    graphs = {id(steps.captured[None]): steps.captured[None]}
+    graphs = {id(steps.captured[None]): steps.captured[None]}  # kept, so that no other has its address
     losses = []
     for packed in order:
         expected, found = plain(packed, 1e-3), steps(packed, 1e-3)

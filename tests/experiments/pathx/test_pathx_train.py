@@ -265,7 +265,7 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
         (tmp_path / "paused" / "config.json").read_text().replace(str(path), gone)
     )
     resumed = Run(saved_run(tmp_path / "paused"), tmp_path / "paused", stream, resume=True)
-    assert resumed.before == run.before
+    assert resumed.before == run.before  # a resumed run needs the weights that it began with no more
     with pytest.raises(ValueError, match="same layers, width, intensity and registers"):
         Run(replace(config, width=32), tmp_path / "other", stream)
 

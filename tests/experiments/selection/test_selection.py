@@ -27,7 +27,7 @@ def generator(seed=0):
 def test_a_way_may_be_a_pattern_of_the_library_or_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text("def rule(q, k):\n    return (q - k).abs() <= 5\n")
     own = layer_of(f"{tmp_path}/mine.py:rule", SIZES).of_all
-    assert own == masks.local(128, left=5, right=0, block=16)
+    assert own == masks.local(128, left=5, right=0, block=16)  # and nothing after the query
     assert layer_of("local(n, window=9, causal=True)", SIZES).of_all == masks.local(
         128, window=9, causal=True, block=16
     )
@@ -78,12 +78,12 @@ def test_the_last_queries_read_as_many_keys_as_they_may_choose(way):
     _, mask = model(task.batch(2, generator()))
     counts = mask.to_dense()[:, :, -task.queries :].sum(-1)
     at_most = SIZES.chosen * SIZES.block
-    if way == "QSA":
+    if way == "QSA":  # and the tokens after the last span
         ahead = torch.arange(96, 128) + 1
         assert torch.equal(counts, (at_most + ahead % 4).expand_as(counts))
     elif way in ("DSA", "VSA"):
         assert (counts == at_most).all()
-    else:
+    else:  # the query's own block has only the keys up to the query
         own = torch.arange(96, 128) % SIZES.block + 1
         assert torch.equal(counts, (at_most - SIZES.block + own).expand_as(counts))
     assert "choice" not in vars(model.attention) and model.train()(task.batch(2, generator()))[1] is None

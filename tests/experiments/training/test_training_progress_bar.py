@@ -17,7 +17,7 @@ def test_slow_training_says_something_every_half_minute(monkeypatch):
             now[0] += 2 if step <= 100 else 7
             bar.show({"kind": "train", "step": step, "loss": 1.0, "tokens_per_s": 10.0})
     said = [int(line.split()[2]) for line in written.getvalue().splitlines()]
-    assert said == [75, 100, 125]
+    assert said == [75, 100, 125]  # after 30 seconds, at a hundred steps, and after 35 seconds more, not 28
 
 
 def test_lines_tell_the_time_that_is_left(monkeypatch):

@@ -16,6 +16,7 @@ CONTENTS = {
     "long number": b"[" + b"9" * 10_000 + b"]",
 }
 
+# Command, needed file, and the file of the folder it reads.
 COMMANDS = {
     "pathfinder parameters": ("experiments.pathfinder.cli", "generate --parameters {}/a.json --out {}/out", "a.json"),
     "pathfinder picture": ("experiments.pathfinder.cli", "picture --real {}/a.png --out {}/b.png", "a.png"),

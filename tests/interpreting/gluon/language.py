@@ -244,7 +244,7 @@ class Assembly:
             return args[0]
         if "vote.sync.any" in asm:  # a warp skips only multiplications by 1
             return Block(args[0].value * args[1].value)
-        if asm == "shfl.sync.idx.b32 $0, $1, $2, 31, -1;":
+        if asm == "shfl.sync.idx.b32 $0, $1, $2, 31, -1;":  # only for tensors with one number a thread, in order
             x, lane = (each.value.reshape(-1, 32) for each in args)
             return Block(x.gather(1, lane.long()).reshape(args[0].value.shape))
         if asm == "tanh.approx.f32 $0, $1;":

@@ -41,7 +41,7 @@ def _operator(name):
 _OPERATORS = "add sub mul truediv floordiv mod and or rshift lshift radd rsub rmul rtruediv rand ror lt le gt ge eq ne"
 for _name in _OPERATORS.split():
     setattr(Block, f"__{_name}__", _operator(f"__{_name}__"))
-Block.__rlshift__ = lambda self, other: Block(torch.as_tensor(other) << self.value)
+Block.__rlshift__ = lambda self, other: Block(torch.as_tensor(other) << self.value)  # which PyTorch's tensors lack
 Block.__hash__ = None  # as `==` is elementwise
 
 

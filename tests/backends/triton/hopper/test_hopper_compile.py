@@ -166,7 +166,7 @@ def compiled_by_another(dim, dtype, features):
 def check(dim, dtype, features):
     reports = compiled_by_another(str(dim), dtype, features)
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
-    if "tile_bias" in features:
+    if "tile_bias" in features:  # dead tiles are not stored
         preparing -= {"clear_kernel"}
     names = {name.removesuffix(", second") for name in reports}
     assert names == OURS | preparing | (MERGING if "parts" in features else set())

@@ -506,7 +506,7 @@ def test_choices_in_blocks_of_64_have_the_bits_of_masks_made_once(dim):
     once = BlockMask.from_dense(choice().to_dense().cpu(), block=64).to("cuda")
     out, lse = attention(q, k, v, once, return_lse=True, backend="hopper")
     (dq,) = torch.autograd.grad(out, q, dout)
-    for got, want in zip(step()[:3], (out, lse, dq), strict=True):
+    for got, want in zip(step()[:3], (out, lse, dq), strict=True):  # columns may be cut, or walked in another order
         assert torch.equal(got, want)
     testing.assert_exact(
         lambda q, k, v: attention(q, k, v, choice(), return_lse=True, backend="hopper"), q, k, v, choice(), heads=2,

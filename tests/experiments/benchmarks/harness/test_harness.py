@@ -94,7 +94,7 @@ def test_the_table_has_a_column_for_each_way_with_rates_and_ratios():
             figure("dense/sparseflash", 2.0, flops=1e12),
             figure("dense/fa4", 2.2, 0.01),
             figure("dense/sdpa", 2.2, 0.2),
-            figure("dense/flex", 2.2, None),
+            figure("dense/flex", 2.2, None),  # of one turn, whose noise is not known
             Measurement("mine/local/fa4", None, None, "ms", failure="skipped: no windows"),
             figure("local/sparseflash", 3.0, unit="us", bytes=6e3),
             figure("error/sparseflash", 0.5, unit="1"),

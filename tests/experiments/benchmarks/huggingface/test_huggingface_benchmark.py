@@ -49,14 +49,14 @@ def test_every_model_is_exact_with_this_attention(shape, dtype, bench):
 def test_another_function_is_not_exact():
     model, inputs = made("llama")
     yardstick = Yardstick.of(model, inputs)
-    huggingface.register(masks.local(70, window=101, block=16), name="near")
+    huggingface.register(masks.local(70, window=101, block=16), name="near")  # without the farthest tokens
     what, ratio = worst(yardstick.compare(with_attention(model, "near")))
     assert ratio > 100 and what in yardstick.truth
     assert yardstick.compare(with_attention(model, OURS)).exact
 
 
 def test_a_compiled_model_is_compared_as_it_is_called():
-    torch.compiler.reset()
+    torch.compiler.reset()  # PyTorch limits how often it compiles a function
     model, inputs = made("llama")
     yardstick, ours = Yardstick.of(model, inputs), with_attention(model, OURS)
     graphs = CompileCounter()

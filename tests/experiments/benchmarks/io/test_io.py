@@ -105,7 +105,7 @@ for case in (
     assert cost(case, found).flops == cost(case).flops
     assert kernels_of(case, None) == kernels_of(replace(case, kind=STANDARD), (9, 0)) == Kernels()
 """
-    done = python("-c", program)
+    done = python("-c", program)  # where Triton compiles
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "hopper hopper 128 128 True",

@@ -73,7 +73,7 @@ def test_the_length_from_which_an_idea_is_faster():
         ms("A", 8, "sparseflash-recorded", 3.5), ms("A", 2, "sparseflash-by-mask", 0.1),
         *(ms("A", n, "sdpa", value) for n, value in ((1, 2.0), (2, 4.0), (4, 3.5), (8, 9.0))),
         *(ms("A", n, "fa4", value) for n, value in ((4, 3.1), (8, 3.6), (16, None))),
-        ms("A", 8, "flex-given-the-choice", 0.1),
+        ms("A", 8, "flex-given-the-choice", 0.1),  # it is not dense
         ms("B", 8, "sparseflash", 2.0), ms("B", 8, "sdpa", 1.0),
         ms("C", 8, "sparseflash", 2.0),
     ]  # fmt: skip
@@ -107,7 +107,7 @@ def test_spans_are_attended_by_a_mask_too():
     want = case.attend()
     case.layer.backend = "blockwise"
     torch.testing.assert_close(case.attend(), want)
-    with pytest.raises(Exception, match="hopper"):
+    with pytest.raises(Exception, match="hopper"):  # it needs a GPU
         case.attend_by_mask()
     assert case.layer.backend is None
 

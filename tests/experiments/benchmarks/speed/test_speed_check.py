@@ -143,7 +143,7 @@ def test_a_peer_may_have_its_own_order_of_dimensions(measured) -> None:  # type:
 def test_what_is_wrong_in_a_part_of_a_long_head_is_found(row, monkeypatch, measured) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(run, "LIVE_SCORES_IN_FULL", 0)
     case = replace(CASE, length=2048, kind="local", passes=(FORWARD,))
-    value = 0.0 if row == 0 else float("nan")
+    value = 0.0 if row == 0 else float("nan")  # only the first block is surely compared
 
     def broken(out: Tensor) -> Tensor:
         return out.index_fill(2, torch.tensor([row]), value)

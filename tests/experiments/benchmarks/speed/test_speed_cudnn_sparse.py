@@ -18,7 +18,7 @@ def mask_of(options):
     index, counts = options["q2k_block_index"], options["q2k_block_nums"]
     live = torch.arange(index.shape[-1]) < counts[..., None]
     counted = torch.zeros(*index.shape[:3], index.shape[2], dtype=torch.int32)
-    counted.scatter_add_(3, index.long(), live.int())
+    counted.scatter_add_(3, index.long(), live.int())  # what follows the counts is not read
     return BlockMask.from_layout(counted > 0, block=options["sparse_block_size"])
 
 

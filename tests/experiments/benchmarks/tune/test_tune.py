@@ -125,7 +125,7 @@ def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
     ],
 )
 def test_options_that_cannot_be_served_are_explained(arguments, message, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # put back after the test
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())

@@ -223,7 +223,7 @@ def test_only_matrices_decay():
 
 def test_schedules():
     assert [lr_schedule.factor("constant", step, 4, 0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert lr_schedule.factor("cosine", 52, 4, 0.52) == pytest.approx(0.5)
+    assert lr_schedule.factor("cosine", 52, 4, 0.52) == pytest.approx(0.5)  # the middle of the steps after the warm-up
     assert lr_schedule.factor("cosine", 50, 4, 1.2) == 0
     assert [lr_schedule.factor("linear", step, 4, progress) for step, progress in ((1, 0), (28, 0.28), (50, 1.2))] == [
         0.5, 0.75, 0.0,
