@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation(
         "spans: tiles of a second portion are numbered as the first's",
         "masks/tiling/spans.py",
-        "        offset += len(made)\n",
+        "        offset += len(distinct)\n",
         "",
         "tests/masks/test_masks_tiling.py::test_a_mask_is_the_same_made_in_portions",
     ),
