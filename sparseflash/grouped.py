@@ -78,7 +78,7 @@ def selected_attention(
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
     index = checked_lists(index, batch, kv_heads, q_len, q.device)
-    if index.shape[3] == 0:  # the lists of a mask need at least one entry
+    if index.shape[3] == 0:
         index = index.new_full((*index.shape[:3], 1), -1)
     if integer(span, "span", "tokens") not in BLOCKS:
         raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
@@ -129,15 +129,12 @@ without_others(selected_attention)
 
 
 class _Packing(NamedTuple):
-    """Where packed tokens are if each sequence begins with a new block of keys."""
-
     places: Tensor  # int64 [N]: of each token
     first: Tensor  # int64 [N]: the first block of its sequence
     stop: Tensor  # int64 [N]: the end of what it may see
     room: int  # tokens of all blocks, and of some that no query sees, so that the host need not know the lengths
 
     def placed(self, x: Tensor) -> Tensor:
-        """`[..., N]` as `[..., room]`, zeros where there is no token."""
         return x.new_zeros(*x.shape[:-1], self.room).index_copy(-1, self.places, x)
 
 
@@ -159,7 +156,7 @@ def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch
     sums = sums.to(device)
     token = torch.arange(tokens, device=device)
     own = torch.searchsorted(sums, token, right=True) - 1
-    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])  # the last: of tokens past all sequences
+    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])
     blocks = torch.div(lengths + span - 1, span, rounding_mode="floor")
     first = (blocks.cumsum(0) - blocks)[own]
     at = token - sums[own]

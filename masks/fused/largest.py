@@ -103,7 +103,7 @@ def _with_next_byte(
             live = live & (((key ^ prefix) >> (SHIFT + 8)) == 0)
         counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=live)
     not_below = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    digit = tl.max(tl.where(not_below >= wanted, value, 0), 0)  # 0 if there are fewer than wanted: all are taken
+    digit = tl.max(tl.where(not_below >= wanted, value, 0), 0)
     wanted -= tl.sum(tl.where(value > digit, counts, 0), 0)
     return prefix | (digit.to(tl.uint32) << SHIFT), wanted
 
@@ -112,7 +112,7 @@ def _with_next_byte(
 def _write_by_bytes(scores_ptr, index_ptr, begin, stop, k, first, last, SIZE: tl.constexpr):
     """Finds the k-th largest key, its bytes from the highest on, by counting; lists what is not below it."""
     lane = tl.arange(0, SIZE)
-    wanted = k  # of the keys that begin with `prefix`
+    wanted = k
     prefix = tl.full([1], 0, tl.uint32)
     for step in tl.static_range(4):
         prefix, wanted = _with_next_byte(

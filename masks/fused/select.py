@@ -64,7 +64,7 @@ def _most_rows(q: Tensor) -> int:
 
 def fits(q: Tensor, of: Columns) -> bool:
     """Whether a GPU's shared memory holds the queries and the keys of a tile."""
-    size = 6 if q.dtype == torch.float32 else q.element_size()  # full fp32 is three pieces of two bytes
+    size = 6 if q.dtype == torch.float32 else q.element_size()
     tokens = max(of.rows, _most_rows(q)) + columns_of_a_tile(q, of)
     needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
     return needed <= architecture_of(capability_of(q.device)).shared_memory
@@ -189,7 +189,7 @@ def select_kernel(
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
         end = tl.minimum(end, (tl.max(stop, 0) + tokens - 1) // tokens)
-        origin = tl.load(bounds_ptr + first_row) // tokens // GROUP * GROUP  # documents are in order
+        origin = tl.load(bounds_ptr + first_row) // tokens // GROUP * GROUP
     best = tl.full([LISTS, BEST], _NONE, tl.int64)
     in_group = tl.arange(0, GROUP)
     for start in range(origin, end, GROUP):

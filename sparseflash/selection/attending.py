@@ -35,7 +35,6 @@ class How(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether the backend has kernels for one token after a cache."""
         return self.backend is None or self.decoder is not None
 
 
@@ -54,7 +53,7 @@ def over_chosen(
     if how.backend in (None, "triton") and _gathers(q, k, v, index, span, how):
         scale = q.shape[3] ** -0.5 if how.scale is None else how.scale
         return block_attention(q, k, v, index, span=span, causal=True, scale=scale)[0]
-    if index.shape[1] == kv_heads and span < 16 and how.decodes:  # kernels that gather single tokens
+    if index.shape[1] == kv_heads and span < 16 and how.decodes:
         out: Tensor = token_attention(q, k, v, tokens_of(index, span), scale=how.scale, backend=how.decoder)
         return out
     mask = selected_keys(
@@ -98,7 +97,7 @@ def over_past(
     q: Tensor, k: Tensor, v: Tensor, frame: Frame, how: How, *, blocks: int, span: int, step: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention to the compressed keys of all blocks of a query's document that have ended, and its lse."""
-    if frame.lengths is not None:  # the last token sees them all
+    if frame.lengths is not None:
         ended = torch.full_like(frame.lengths, blocks)
         found: tuple[Tensor, Tensor] = attention_with_cache(
             q, k, v, ended, scale=how.scale, return_lse=True, backend=how.decoder
@@ -112,7 +111,6 @@ def over_past(
 def _with_cache(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, frame: Frame, how: How, span: int
 ) -> Tensor:  # fmt: skip
-    """Attention of one token. If each query head has its own choice, the heads of a group take turns."""
     assert frame.lengths is not None
     kv_heads = k.shape[1]
     turns = index.shape[1] // kv_heads

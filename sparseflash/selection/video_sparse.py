@@ -117,7 +117,7 @@ class VideoSparseAttention(Heads):
             for y in (q, k, v)
         )
         coarse = attention(q_mean, k_mean, v_mean, cubes.within, scale=self.scale, backend=self.backend)
-        coarse = F.pad(coarse, (0, 0, 1, 0)).index_select(2, cubes.number)  # 0 for text
+        coarse = F.pad(coarse, (0, 0, 1, 0)).index_select(2, cubes.number)
 
         def fine_of(q: Tensor, mask: BlockMask | None) -> Tensor:
             padding = None if cubes.padding is None else scores.key_bias(cubes.padding)
@@ -144,7 +144,6 @@ class VideoSparseAttention(Heads):
         return BlockMask.from_block_index(index, block=self.volume, q_len=room, k_len=cubes.text + room)
 
     def layout(self, shape: Shape | Sequence[Shape], text: int | Sequence[int], x: Tensor) -> Cubes:
-        """Where the tokens of x lie; see `forward`."""
         shapes, texts = zip(*shapes_of(shape, text, x.shape[1]), strict=True)
         key = shapes, texts, self.cube, x.device
 

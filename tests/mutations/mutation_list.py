@@ -207,8 +207,8 @@ MUTATIONS = [
     Mutation(
         "equal masks: heads and batch elements are told apart",
         "sparseflash/blockmask/methods/conversion.py",
-        "(device, *whole._numbers(), whole.pattern.shape, *contents)",
-        "(device, *whole._numbers(), *contents)",
+        "*mask._numbers(), mask.pattern.shape, *[",
+        "*mask._numbers(), *[",
         "tests/blockmask/test_shared_masks.py::test_arrays_of_the_same_bytes_are_not_taken_for_the_same_mask",
     ),
     Mutation(
@@ -263,7 +263,7 @@ MUTATIONS = [
     Mutation(
         "spans: tiles of a second portion are numbered as the first's",
         "masks/tiling/spans.py",
-        "        offset += len(made)\n",
+        "        offset += len(distinct)\n",
         "",
         "tests/masks/test_masks_tiling.py::test_a_mask_is_the_same_made_in_portions",
     ),

@@ -82,9 +82,7 @@ class Run:
 
 
 def collect(folder: Path) -> list[Accuracy]:
-    """All finished classifying runs below a folder. Raises ValueError if two runs with equal settings have the same
-    seed, or if a file is damaged.
-    """
+    """All finished classifying runs below a folder."""
     groups: dict[str, list[Run]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "config")

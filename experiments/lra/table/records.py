@@ -17,7 +17,6 @@ _NOT_VERSIONS = {"run", "device", "driver", "date", "commit", "command", "steps"
 
 
 def run_of(facts: Mapping[str, str]) -> Run:
-    """The run that a table's facts describe."""
     known = {name: facts.get(name, "unknown") for name in FACTS}
     versions = {name: text for name, text in facts.items() if name not in _NOT_VERSIONS}
     helped = [facts[name] for name in ("steps", "note") if name in facts]
@@ -28,7 +27,6 @@ def run_of(facts: Mapping[str, str]) -> Run:
 
 
 def run_of_runs(folder: Path, commit: str) -> Run:
-    """The run that the first finished run below a folder describes. Raises FileNotFoundError if there is none."""
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "device", "versions")
         day = datetime.fromtimestamp(path.stat().st_mtime, tz=timezone.utc).strftime("%Y-%m-%d")
@@ -51,7 +49,6 @@ def of_times(rows: Sequence[Row]) -> list[Measurement]:
 
 
 def of_means(means: Mapping[str, tuple[float, int] | None]) -> list[Measurement]:
-    """The geometric means of the speed-ups, by variant."""
     return [
         Measurement(f"lra/mean-of-{count}-tasks/speed/{variant}", value, None, "times standard attention's")
         for variant, (value, count) in ((name, mean) for name, mean in means.items() if mean is not None)
@@ -62,7 +59,7 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
     """The accuracy of each setting in percent: the mean of all its seeds, and their deviation."""
     found = []
     for each in accuracies:
-        folder = each.folder.removesuffix(f"/seed{each.seeds}")  # of one run; several share the folder above
+        folder = each.folder.removesuffix(f"/seed{each.seeds}")
         run = folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
         name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
         settings = {

@@ -104,7 +104,7 @@ def test_kernels_that_change_scores_are_started_directly():
 
 
 def on_hopper(*changes, backward, learned=False):
-    known = {**CHANGES, "bias": scores.bias(torch.ones(1, 2, 40, 40).half())}  # the kernels read it as it is
+    known = {**CHANGES, "bias": scores.bias(torch.ones(1, 2, 40, 40).half())}
     changes = [known[x] if isinstance(x, str) else x for x in changes]
     changes = Scores(tuple(changes)).prepared(Sizes(1, 2, 40, 40, torch.device("cpu")))
     units = units_on_hopper(changes, 1.0, backward=backward)

@@ -61,8 +61,6 @@ class Kernel:
 
 
 class Started:
-    """Stands in for a `Kernel` of `native.c` and for `start`."""
-
     def __init__(self, function, metadata, parameters, arguments, given):
         assert metadata is function.metadata
         made.append(self)
@@ -311,7 +309,7 @@ def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeyp
 
     run()
     calls.clear()
-    results[:] = [0, 201] if alone else [0, 0, 0, 201, 0]  # the last one first
+    results[:] = [0, 201] if alone else [0, 0, 0, 201, 0]
     run()
     # Without a context: the kernel once more; in a sequence, the second one and what follows.
     tried = [kernels.index(kernel) for kernel, _, _ in calls]

@@ -86,13 +86,11 @@ def hopper_record(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, record, num
 
 @gluon.jit
 def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
-    """Before the first item: two numbers in place of the result of `outer_tiles`."""
     return 0, 0
 
 
 @gluon.jit
 def hopper_begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The limits beyond which all scores of a tile have one entry: see `outer_tiles`."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     return outer_tiles(
@@ -126,7 +124,6 @@ def hopper_apply_masked(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Adds an entry to each score, unless the scores of the tile share one."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     if not of_tile[1]:
@@ -138,7 +135,6 @@ def hopper_apply_masked(
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """The entry that the scores of the tile share, or 0; the softmax adds it."""
     record_s, turn, _, _, _ = item
     entry, _, is_past, is_future = of_tile
     first, last = field(record_s, turn, FIRST_ENTRY), field(record_s, turn, LAST_ENTRY)
@@ -150,7 +146,6 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 @gluon.jit
 def hopper_begin(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_tokens):
-    """The first and the last run of distances with one entry: see `outer_runs`."""
     tensors, _, _, _, _, _ = args
     _, q_len, offset = of_tokens
     return outer_runs(tensors[1], q_len, offset)
@@ -187,7 +182,6 @@ def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_s
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """Adds an entry to each score, unless the scores of the tile share one."""
     tensors, _, _, _, _, _ = args
     ahead, is_shared, _ = of_tile
     if not is_shared:
@@ -237,7 +231,6 @@ def hopper_gradient_later(
 
 @gluon.jit
 def hopper_finish(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums):
-    """Adds the last sums to their bucket."""
     _, _, _, _, learned, _ = args
     add_to_bucket(sums[0], learned[0], sums[1])
 
@@ -295,6 +288,5 @@ class TableOnHopper(HopperKind):
 
 
 def table_of(change: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The arguments of a relative position table, contiguous and aligned: entries in this dtype, buckets, runs."""
     given = {"table_ptr": in_dtype(change.table, dtype), "buckets_ptr": change.buckets, "until_ptr": change.until}
     return {name: aligned_start(x.contiguous()) for name, x in given.items()}

@@ -6,10 +6,10 @@ A step takes ROWS queries. Two warpgroups together hold dk and dv of the keys in
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. The accumulators of S and dP start as -lse and -delta, so these take no registers of their own.
-Head dims between 64 and 128 have tiles of 128 channels. S and dP leave out channels that hold zeros (`plus_products`).
+Head dims between 64 and 128 have tiles of 128 channels.
 
-One warp loads. Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits
-until its addition is visible, the other sends.
+Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits until its addition
+is visible, the other sends.
 
 Many programs add to one tile of queries, in a fixed order, so that the same call gives the same bits. A chain is an
 accumulator in global memory; every addition has a rank in a chain, and waits until the chain's counter has reached it.
@@ -28,8 +28,7 @@ increases along the list of a program, and ranks the entries of a chain by (time
 order each entry waits only for earlier ones:
 
 - A sender waits for the entry of the previous rank in the chain, which is earlier in that order.
-- A sender, the warpgroups and the loader wait for buffers. A buffer becomes free when the same program has finished an
-  earlier entry, and full when the program has loaded or computed this one, which depends on no other program.
+- A sender, the warpgroups and the loader wait for buffers that depend on earlier entries of the same program alone.
 
 So the earliest of all entries not yet added never waits, provided that its program runs. All programs must therefore be
 resident at once, one per SM: the launch is cooperative.
@@ -69,7 +68,7 @@ def backward_kernel(
     parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None without parts
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     qk_scale, scale,  # positive; scores in the units of scores.py times qk_scale are exponents of 2
-    heads, kv_heads, row_tiles, q_len, offset,  # q_len: of a sequence; offset: its keys minus its queries
+    heads, kv_heads, row_tiles, q_len, offset,
     # Tensors and numbers of each score modification, see changes/hopper.py; or None. The descriptor of the one that has
     # one, or None.
     changes, change_numbers, change_desc,
@@ -77,7 +76,7 @@ def backward_kernel(
     # head. Items are in the order of the list if some are parts, else ordered by batch element, KV head and keys. And a
     # descriptor of the gradients of scores, written for live tiles; or None.
     learned, learned_desc,
-    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: integers of all score modifications, concatenated
+    n0, n1, n2, n3, n4, n5, n6, n7,
     SHAPE: gl.constexpr, CHANGES: gl.constexpr,  # see configs.py and changes/hopper.py
 ):  # fmt: skip
     """dk and dv of all items, and the chains of dq, without the factor `scale`."""

@@ -1,4 +1,4 @@
-"""Configurations of the Hopper kernels, by head dim. A test compiles every one of them."""
+"""Configurations of the Hopper kernels, by head dim."""
 
 from __future__ import annotations
 
@@ -93,12 +93,10 @@ class Config(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """All channels of queries and keys."""
         return sum(self.dims)
 
     @property
     def keys(self) -> int:
-        """Keys of a step."""
         return self.tile[1] // self.split
 
     @property
@@ -108,12 +106,10 @@ class Config(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The warpgroups that share an item."""
         return self.tile[0] // ROWS
 
     @property
     def shape(self) -> Shape:
-        """The kernel's compile-time argument."""
         return Shape(
             self.keys, self.split, *self.dims, *self.v_dims, self.padded_v_dim, self.v_dims[0] // self.out_pieces,
             self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.registers,
@@ -122,7 +118,6 @@ class Config(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
         of_queries = self.q_buffers * self.tile[0] * self.dim
         of_keys = self.stages * self.keys * (self.dim + sum(self.v_dims))
         of_out = self.tile[0] * (self.v_dims[0] // self.out_pieces + self.v_dims[1])
@@ -166,17 +161,14 @@ class DkDvConfig(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The warpgroups that multiply."""
         return GROUPS if self.programs == 1 else 1
 
     @property
     def start_registers(self) -> int:
-        """Registers of a thread at launch."""
         return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = self.groups * ROWS * (dim + (v_dim if self.has_dk else 0))
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
@@ -196,17 +188,14 @@ class DqConfig(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The warpgroups that multiply."""
         return GROUPS if self.programs == 1 else 1
 
     @property
     def start_registers(self) -> int:
-        """Registers of a thread at launch."""
         return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = WIDE_KEYS * (self.stages * dim + self.v_stages * v_dim)
         return 2 * (self.groups * ROWS * (dim + v_dim) + of_keys) + _BARRIERS
@@ -309,7 +298,6 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
 
 
 def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Config]:
-    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages."""
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     if tile == SMALL:
         base = Config(dims, v_dims, 0, SMALL, 2, kept=2 if dims[1] else 1)

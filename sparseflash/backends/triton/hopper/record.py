@@ -10,7 +10,6 @@ RECORD = gl.constexpr(16)  # numbers
 # last time.
 RECORDS = gl.constexpr(4)
 
-# Indices of the numbers.
 BATCH_HEAD = gl.constexpr(0)
 BATCH = gl.constexpr(1)
 HEAD = gl.constexpr(2)

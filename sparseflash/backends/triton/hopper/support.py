@@ -103,12 +103,10 @@ def refuses(request: Request) -> str | None:
 
 
 def _takes(dims: tuple[int, int]) -> bool:
-    """Whether the kernels have tiles for D and Dv, which the copy engine can read."""
     return all(dim % 8 == 0 and dim <= WIDEST for dim in dims)
 
 
 def _named(kinds: Iterable[str], *, logarithmic: bool | None = None) -> str:
-    """Kinds of score modifications by the names of the functions of `sparseflash.scores` that make them."""
     decay = {None: "alibi, log_decay", False: "alibi", True: "log_decay"}[logarithmic]
     return ", ".join(decay if kind == "distance" else kind for kind in kinds)
 
@@ -193,7 +191,6 @@ def yields(request: Request) -> str | None:
 
 
 def _not_measured(request: Request) -> str | None:
-    """What has been measured at common head dims alone, if a request has it."""
     if request.dynamic:
         return "with a mask that is made at every step"
     if min(request.block) < min(BLOCK):
@@ -224,7 +221,6 @@ def _least_few_queries(request: Request) -> float:
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:
-    """The smallest tiles of the backward for a request."""
     return SMALL if may_be_small(request.block, request.dims, request.changes) else BLOCK
 
 

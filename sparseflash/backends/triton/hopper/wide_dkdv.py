@@ -247,7 +247,7 @@ def consumer(
 # Sizes are not specialised: another length or number of heads causes no recompilation.
 @gluon.jit(
     do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "k_len"],
-    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )  # fmt: skip
 def wide_dkdv_kernel(
     # As in `backward_kernel`, in boxes of ROWS tokens and D or DV channels; the same tensors in boxes of D_REST or

@@ -1,8 +1,7 @@
 """The work plan of the Hopper forward: its items, the cuts of long rows, and the order in which items are taken.
 
 Programs draw items from one list, so the clock decides which program runs an item. No result depends on it: an item is
-computed in the order of its own list, and only a row and the other rows of its pattern decide how the row is cut. The
-same call gives the same bits, and a row has the same bits whatever the batch and the other heads are.
+computed in the order of its own list, and only a row and the other rows of its pattern decide how the row is cut.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ RULE = Rule()
 
 
 class ForwardItem(NamedTuple):
-    """The numbers of an item, in the order in which they are stored.
-
-    The first entry of the list is repeated here, to avoid two dependent loads.
-    """
+    """The first entry of the list is repeated here, to avoid two dependent loads."""
 
     number: Any  # of batch, head and tile of queries
     start: Any  # of its list, like the next two: see `TileLists`
@@ -70,7 +66,6 @@ class ForwardItem(NamedTuple):
     unused: Any  # pads an item to 32 bytes
 
 
-# Indices of these numbers, for the kernel.
 ITEM = tl.constexpr(len(ForwardItem._fields))
 ITEM_NUMBER = place(ForwardItem, "number")
 ITEM_START = place(ForwardItem, "start")

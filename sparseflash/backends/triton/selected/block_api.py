@@ -119,7 +119,8 @@ def forward(
 
 
 class Rows(NamedTuple):
-    """Of each row of queries the lse in base 2 and delta, and the strides of a pair, a token, and a head of its group."""
+    """Of each row of queries the lse in base 2 and delta, and the strides of a pair, a token, and a head of its
+    group."""
 
     lse2: Tensor
     delta: Tensor

@@ -33,8 +33,8 @@ from tests.drawn.problems import Problem, problems
 from tests.interpreting.gluon import Interpreted
 
 HALF = (torch.float16, torch.bfloat16)
-CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row, into its tiles
-PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column, into its entries
+CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)
+PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)
 
 
 def fixed_among(kinds):
@@ -126,7 +126,6 @@ def interpreted(
 
 
 def run(problem, *, gradients=False, through_lse=True, **how):
-    """`interpreted`, for a problem. Every call makes the mask and the plan anew."""
     q, k, v, dout, dlse = inputs(problem)
     mask = None if problem.recipe is None else problem.recipe.mask()
     return interpreted(
@@ -145,7 +144,6 @@ def assert_exact(problem, got):
 
 
 def of_hopper(problem):
-    """The problem within the kernels' limits."""
     layout = "tokens first" if problem.layout == "sliced" else problem.layout
     scale = None if problem.scale is None else abs(problem.scale)
     recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
@@ -172,7 +170,6 @@ def wide(offsets, near=20):
 
 
 def some_small_problem(**more):
-    """`some_problem` in blocks of 64."""
     arguments = {**some_problem().recipe.arguments, "q_len": 200, "k_len": 260, "block": (64, 64)}
     recipe = Recipe("from_dense", arguments, (200, 125))
     return some_problem(**{"recipe": recipe, "q_len": 200, "k_len": 260} | more)

@@ -50,10 +50,7 @@ def without(line):
 
 
 def assert_noticed(cases, ways):
-    """In one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
-
-    cases: pairs of a function that runs the kernel, and its right result.
-    """
+    """cases: pairs of a function that runs the kernel, and its right result."""
     for way, (run, right) in product(ways, cases):
         try:
             got = run(**way)

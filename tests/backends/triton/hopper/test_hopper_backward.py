@@ -56,7 +56,6 @@ def test_exact_at_any_head_dims(problem, seed, programs, cut):
 
 
 def drawn_small(**more):
-    """In blocks of 64; without a mask the blocks would be of 128."""
     return drawn(most_tokens=200, blocks=(64,), **more).filter(lambda problem: problem.mask.block_q == 64)
 
 
@@ -191,7 +190,7 @@ def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero(monkeyp
 # ---------------------------------------------------------------------- what the interpreter notices
 
 
-HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}  # as for the widest heads
+HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}
 
 
 PAIRS = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half().requires_grad_()

@@ -54,7 +54,6 @@ def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, r
 @example(some_problem(dim=192, v_dim=128), 0, 3, CUT)
 @example(some_problem(dim=256, v_dim=256), 0, 3, plan.RULE)
 def test_exact_at_any_head_dims(problem, seed, programs, rule):
-    """Two pieces of channels; two steps a tile, but one in the empty row."""
     assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
 
 
@@ -69,8 +68,7 @@ def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs
     ("length", "rule"), [(129, CUT._replace(chunk=2)), *((n, plan.RULE) for n in (0, 1, 127, 128, 129, 256, 300, 500))]
 )
 def test_lengths_cut_a_list_anywhere(length, rule):
-    """Rows with every mixture of full, partial and dead tiles."""
-    kinds = torch.cartesian_prod(*[torch.arange(3)] * 3)  # of the three tiles of 27 rows: dead, partial, full
+    kinds = torch.cartesian_prod(*[torch.arange(3)] * 3)
     live = (torch.arange(128) % 2 < kinds[..., None]).view(27, 384).repeat_interleave(128, 0)
     mask = BlockMask.from_dense(live, block=128)
     q, k, v = (

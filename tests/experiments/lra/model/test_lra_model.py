@@ -235,7 +235,6 @@ def test_schedules():
 @pytest.mark.parametrize(("name", "anneals"), [("linear", "linear"), ("cosine", "cos")])
 @pytest.mark.parametrize("task", ["listops", "text", "image"])
 def test_a_schedule_is_that_of_pytorch(name, anneals, task):
-    """The Nystromformer's code uses OneCycleLR."""
     preset = settings_of("nystromformer", task)
     steps, warmup = preset["steps"] // 10, preset["warmup"] // 10
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
