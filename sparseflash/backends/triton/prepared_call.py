@@ -17,10 +17,9 @@ from sparseflash.backends.triton import native
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.device import refuse_to_record
-from sparseflash.backends.triton.dispatch import Decision, decide, has_short_tiles
+from sparseflash.backends.triton.dispatch import Decision, decide, has_short_tiles, warn_if_slower
 from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, Request, Setting
 from sparseflash.backends.triton.launch.launches import like
-from sparseflash.backends.triton.notice import warn_if_slower
 from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 from sparseflash.dropout import Dropout

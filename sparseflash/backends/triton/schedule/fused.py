@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import (
     ITEM,
@@ -28,7 +28,6 @@ from sparseflash.backends.triton.schedule.work_item import (
     ITEM_START,
 )
 from sparseflash.backends.triton.schedule.worklists import TileLists, is_exact
-from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
 _ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
@@ -124,32 +123,6 @@ def order_of_work(
     keys = torch.empty(items, dtype=torch.int8, device=device)
     _sizing(device, group).start(programs, pattern, lists.count, keys, *place, group, AT_ONCE)
     return torch.sort(keys, stable=True, descending=True).indices, place
-
-
-# The arguments of these functions are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
-@bounded(maxsize=32)
-def _listing(device: torch.device) -> Launch:
-    return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)
-
-
-@bounded(maxsize=32)
-def _searching(device: torch.device) -> Launch:
-    return Launch.of_all_arguments(column_kernel, device, num_warps=4, num_stages=1)
-
-
-@bounded(maxsize=128)
-def _ranking(device: torch.device, group: int) -> Launch:
-    return Launch.of_all_arguments(rank_kernel, device, num_warps=4, num_stages=1)
-
-
-@bounded(maxsize=128)
-def _sizing(device: torch.device, group: int) -> Launch:
-    return Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1)
-
-
-@bounded(maxsize=128)
-def _writing(device: torch.device, group: int) -> Launch:
-    return Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1)
 
 
 # A mask's arrays may have any address; no load here gains from alignment to 16 bytes.
@@ -370,3 +343,11 @@ def work_kernel(
         tl.store(item_ptr + ITEM_PARTIAL_BLOCK, tl.load(index_ptr + masked), mask=here)
         tl.store(item_ptr + ITEM_PARTIAL_TILE, tl.load(tile_ptr + masked), mask=here)
         tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)
+
+
+_listing = launches_of(list_kernel, num_warps=1, num_stages=1)
+_searching = launches_of(column_kernel, num_warps=4, num_stages=1)
+# By the device and the group.
+_ranking = launches_of(rank_kernel, num_warps=4, num_stages=1, most=128)
+_sizing = launches_of(size_kernel, num_warps=4, num_stages=1, most=128)
+_writing = launches_of(work_kernel, num_warps=4, num_stages=1, most=128)
