@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict
@@ -45,7 +46,8 @@ def kept(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
         if mask is None:
             with torch.inference_mode(False):  # otherwise a later training step could not use it
                 mask = build(*args, **kwargs)
-            if mask.nbytes <= SMALL_MASK:
+            # A mode of the caller's may have made tensors of a class of its own.
+            if mask.nbytes <= SMALL_MASK and all([type(x) is Tensor for x in mask._arrays() if x is not None]):
                 _kept[key] = mask
         return mask
 
