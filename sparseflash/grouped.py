@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
+from sparseflash.grouped_gradients import attend, gathers
 from sparseflash.merge import with_sink
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, Sizes, scores_of
@@ -105,13 +106,20 @@ def selected_attention(
     )
     # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
     mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
-    packed = torch.nn.functional.pad(
-        q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
-    )  # [B, Hkv, Nq, rows, D]
-    out, lse = attention(
-        packed.flatten(2, 3), k, v, mask, scale=checked_scale(scale, dim), return_lse=True, dropout_p=dropout_p,
-        seed=seed, scores=changes, backend=backend,
-    )  # fmt: skip
+    packed = q.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, Nq, group, D]
+    if rows > group:
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
+    packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
+    is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
+    if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
+        out, lse = attend(
+            packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, backend=backend
+        )  # fmt: skip
+    else:
+        out, lse = attention(
+            packed, k, v, mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
+            backend=backend,
+        )  # fmt: skip
     out, lse = (_by_heads(x.unflatten(2, (q_len, rows)), group) for x in (out, lse))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
