@@ -1,4 +1,5 @@
-"""The command line: options only. session.py, evaluate.py, generator.py, demo.py and table/ implement the commands."""
+"""The command line: options only. session.py, evaluate.py, generator.py, demo.py and table/ implement the commands;
+rows_cli.py has those of the arena's rows."""
 
 from __future__ import annotations
 
@@ -10,35 +11,27 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lra import arena, demo, evaluate
+from experiments.lra import demo, evaluate, rows_cli
 from experiments.lra.config import HELP, Config, configure, resumed
 from experiments.lra.data.listops.generator import Settings
 from experiments.lra.find_data import DATA, find_data, generated
-from experiments.lra.model.masks import several
-from experiments.lra.no_attention.network import Length
-from experiments.lra.no_attention.results import measured
 from experiments.lra.presets import PRESETS
 from experiments.lra.report import print_evaluated, print_result, print_summary, print_table
 from experiments.lra.session import Session
 from experiments.lra.table import run as table
-from experiments.lra.table.accuracy import collect
-from experiments.lra.table.records import of_accuracies, run_of_runs
-from experiments.lra.table.report import all_right, markdown, summary
+from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
-from experiments.lra.tasks import TASKS, load
+from experiments.lra.tasks import load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
 from experiments.lra.weights import store
-from experiments.measurements import current_run
-from experiments.measurements import write as write_record
 from experiments.training import series, tensor_files, tensorboard
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
-from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
+from experiments.training.distributed import find_device, process_group, require_single_process
 from experiments.training.environment import command_line
 from experiments.training.options import (
-    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
@@ -154,113 +147,9 @@ def train(
                 show(console, result)
 
 
-@app.command("arena")
-@settings_as_options(Config, *(name for name in HELP if name not in arena.OF_ROWS))
-def arena_command(
-    rows: Annotated[str, typer.Option(help="Tasks, with commas between them.")] = "listops",
-    masks: Annotated[
-        str, typer.Option(help="Masks, with commas between them; 'local(n, window=256) | butterfly(n)' is a union.")
-    ] = "dense,local,butterfly",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between them.")] = "0,1,2",
-    preset: Annotated[
-        str, typer.Option(help="rules: the arena's own inputs, no help but positions; or another preset of `train`.")
-    ] = "rules",
-    *,
-    chosen: dict[str, Any],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="TASK=PATH of the task's files, once for each task but ListOps.", show_default="none"),
-    ] = None,
-    pretrain: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            help="Minutes of self-pretraining before each run: hidden tokens of the task's training inputs.",
-            show_default="none",
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of all runs.")] = RUNS / "arena",
-    pause_after: PauseAfter = None,
-) -> None:
-    """The arena's rows: train each task with each mask and seed, and print the table of all runs in --out.
-
-    The same call goes on where the last one stopped. With --minutes all runs take equal time, with --steps equal steps.
-    """
-    with short_errors():
-        require_single_process("arena")
-        if not chosen.keys() & {"minutes", "steps"}:
-            raise ValueError("the runs need an end that is equal for all: give --minutes or --steps")
-        places = paths_of_tasks(data or [])
-        tasks = rows.split(",")
-        if unknown := [task for task in places if task not in tasks]:
-            raise ValueError(f"--data {unknown[0]}=... must be of one of the rows {rows}")
-        found = arena.rows_of(preset, tasks, several(masks), chosen, out, pretrain)
-        for row in found:
-            check(row.config)
-        until = deadline(pause_after)
-        by_task = {row.config.task: row.config for row in found}
-        loaded = {task: find_data(config, places.get(task), console) for task, config in by_task.items()}
-        with pausing(until) as pause:
-            sessions = {task: Session(each, False, pause, SINGLE, False, console) for task, each in loaded.items()}
-            complete = arena.train_all(found, series.parsed(seeds), sessions, until)
-        console.print(markdown(arena.table(out)), markup=False, highlight=False, soft_wrap=True)
-        console.print("All runs are complete." if complete else "Paused: the same command goes on.")
-
-
-def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
-    """The paths of `TASK=PATH` by task."""
-    found = dict(text.partition("=")[::2] for text in texts)
-    for task, path in found.items():
-        if task not in TASKS or not path:
-            raise ValueError(f"--data must be TASK=PATH with one of the tasks {', '.join(TASKS)}; got {task}={path}")
-    return {task: Path(path) for task, path in found.items()}
-
-
-@app.command("no-attention")
-def no_attention_command(
-    record: Annotated[Path, typer.Option(help="File of measurements to write.")],
-    rows: Annotated[str, typer.Option(help="Tasks, with commas between them.")] = "listops",
-    rules: Annotated[
-        str,
-        typer.Option(
-            help="bag: logistic regression on how often each token occurs; runs: the same of runs of up to 4 tokens; "
-            "cnn: a small convolutional network."
-        ),
-    ] = "bag,runs",
-    seeds: Annotated[str, typer.Option(help="Seeds of the networks, with commas between them.")] = "0,1,2",
-    minutes: Annotated[float | None, typer.Option(help="Minutes to train a network.", show_default="no limit")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to train a network.", show_default="no limit")] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="TASK=PATH of the task's files, once for each task but ListOps.", show_default="none"),
-    ] = None,
-    device: Device = "auto",
-    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
-) -> None:
-    """Fit models without attention to the arena's tasks, as baselines: what needs none of it."""
-    with short_errors():
-        place, places, found = find_device(device), paths_of_tasks(data or []), []
-        run = current_run(place, command_line("experiments.lra", without=(*LOCAL, "--data")), commit=commit)
-        for task in rows.split(","):
-            loaded = find_data(configure(None, {"task": task}), places.get(task), console)
-            for rule in rules.split(","):
-                each = measured(loaded, rule, series.parsed(seeds), Length(steps, minutes), place)
-                found.append(each)
-                write_record(record, run, found)
-                console.print(f"{each.name}: {each.value:.2f} % {each.settings}", soft_wrap=True, highlight=False)
-
-
-@app.command("record")
-def record_command(
-    runs: Annotated[Path, typer.Argument(help="Folder of finished runs, such as those of arena.")],
-    record: Annotated[Path, typer.Option(help="File of measurements to write.")],
-    commit: Annotated[str, typer.Option(help="The runs' commit.")],
-) -> None:
-    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps."""
-    with short_errors():
-        require_single_process("record")
-        write_record(record, run_of_runs(runs, commit), of_accuracies(collect(runs)))
-    console.print(markdown(arena.table(runs)), markup=False, highlight=False, soft_wrap=True)
+app.command("arena")(rows_cli.arena_command)
+app.command("no-attention")(rows_cli.no_attention_command)
+app.command("record")(rows_cli.record_command)
 
 
 @app.command("test")
@@ -310,11 +199,12 @@ def test_command(
 def store_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     out: Annotated[Path, typer.Option(help="Folder for the file.")],
+    bits: Annotated[int, typer.Option(help="16: half precision; 8: matrices in whole numbers, a scale a row.")] = 16,
 ) -> None:
-    """Write a run's weights in half precision, to be kept beside its accuracy; `test` reads them."""
+    """Write a run's weights in half precision or in 8 bits, to be kept beside its accuracy; `test` reads them."""
     with short_errors():
         require_single_process("store")
-        path = store(weights, out)
+        path = store(weights, out, bits)
     console.print(f"{path}: {path.stat().st_size:,} bytes", soft_wrap=True)
 
 

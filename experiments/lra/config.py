@@ -7,7 +7,7 @@ from experiments.lra.data.augment import WAYS
 from experiments.lra.data.batches import Shape
 from experiments.lra.data.listops.generator import Settings
 from experiments.lra.model.classifier import POOLS
-from experiments.lra.model.positions import POSITIONS
+from experiments.lra.model.positions import OF_BRACKETS, POSITIONS
 from experiments.lra.presets import settings_of
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.pathfinder import FOLDS, SPLITS
@@ -28,6 +28,7 @@ from experiments.training.shared_sequences import check_shareable
 
 OBJECTIVES = ("classify", "denoise")
 KEEPS = ("last", "best")
+ENCODINGS = ("tokens", "brightness")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Config(RunSettings):
     positions: str = setting(
         "learned",
         f"Positions: {', '.join(POSITIONS)}; rotary rotates queries and keys; nested also embeds the number of open "
-        "brackets.",
+        "brackets; tree, besides, lets half of the heads find an operator's arguments.",
     )
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
     convolution: int = setting(
@@ -63,6 +64,12 @@ class Config(RunSettings):
         "none",
         "Augmentation of training images: none, mirror (left and right), square (all symmetries of a square), or crops "
         "(mirror, and moved by up to four pixels).",
+    )
+    cutmix: float = setting(
+        0.0, "Share of training images that get a square of another, whose answer counts by its area."
+    )
+    encoding: str = setting(
+        "tokens", "Pixels: tokens (a learned vector for each brightness), or brightness (a linear map of the number)."
     )
     background: str = setting("keep", "Images: keep black pixels as tokens, or drop them.")
 
@@ -134,6 +141,7 @@ class Config(RunSettings):
             ("pool", POOLS),
             ("positions", POSITIONS),
             ("augment", tuple(WAYS)),
+            ("encoding", ENCODINGS),
             ("background", ("keep", "drop")),
             ("schedule", SCHEDULES),
             ("task", TASKS),
@@ -141,25 +149,43 @@ class Config(RunSettings):
             ("split", SPLITS),
         ):
             check_one_of(name, getattr(self, name), allowed)
-        if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
-            raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
-        if TASKS[self.task].side is None and self.augment != "none":
-            raise ValueError(f"augment={self.augment} is for images; the task is {self.task}")
+        self._check_images()
         if self.auxiliary and not TASKS[self.task].token_classes:
             raise ValueError(f"auxiliary={self.auxiliary} is for ListOps and Pathfinder; the task is {self.task}")
         if self.auxiliary and self.objective != "classify":
             raise ValueError(f"auxiliary={self.auxiliary} needs objective=classify; got {self.objective}")
-        if self.positions == "nested" and TASKS[self.task].brackets is None:
-            raise ValueError(f"positions=nested are for expressions with brackets; the task is {self.task}")
-        if self.positions == "nested" and self.objective == "denoise":
+        if self.positions in OF_BRACKETS and TASKS[self.task].brackets is None:
+            raise ValueError(f"positions={self.positions} are for expressions with brackets; the task is {self.task}")
+        if self.positions in OF_BRACKETS and self.objective == "denoise":
             raise ValueError(
-                "positions=nested are counted from the tokens, which objective=denoise hides; choose others, "
-                "--positions rotary say, here and in the run that begins with these weights"
+                f"positions={self.positions} are counted from the tokens, which objective=denoise hides; choose "
+                "others, --positions rotary say, here and in the run that begins with these weights"
             )
         if self.convolution:
             self._check_convolution()
         if self.context_parallel > 1:
             self._check_shared_sequences()
+
+    def _check_images(self) -> None:
+        """Raises ValueError for settings of images that the task or other settings do not allow."""
+        if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
+            raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
+        if TASKS[self.task].side is None:
+            for name, without in (("augment", "none"), ("cutmix", 0.0), ("encoding", "tokens")):
+                if getattr(self, name) != without:
+                    raise ValueError(f"{name}={getattr(self, name)} is for images; the task is {self.task}")
+        if not 0 <= self.cutmix <= 1:
+            raise ValueError(f"cutmix must be at least 0 and at most 1; got {self.cutmix}")
+        if self.encoding == "brightness" and self.objective == "denoise":
+            raise ValueError("encoding must be tokens if objective=denoise: a hidden pixel has no brightness")
+        if self.cutmix and (
+            self.objective == "denoise" or self.background == "drop" or self.auxiliary or self.shape.first
+        ):
+            raise ValueError(
+                "cutmix needs whole images and answers alone: objective=classify, background=keep, auxiliary=0 and no "
+                f"pool=cls; got objective={self.objective}, background={self.background}, auxiliary={self.auxiliary}, "
+                f"pool={self.pool}"
+            )
 
     def _check_convolution(self) -> None:
         """Raises ValueError for settings that do not allow it."""

@@ -40,7 +40,7 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
 
     Raises ValueError for a file with other contents.
     """
-    found, about = tensor_files.read(path, weights.KIND, "config", "cost")
+    found, about = weights.read(path)
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
         config = replace(from_saved(about["config"]), compiled=False, recorded=False, context_parallel=1)
         about["cost"]["steps"]

@@ -115,15 +115,17 @@ _BEST_PATHS: Settings = {
     "pool": "mean+max", "auxiliary": 0.5, "augment": "square",
 }  # fmt: skip
 _BEST_TASKS: dict[str, Settings] = {
-    # The answer is the value of the first operator.
+    # The answer is the value of the first operator. By counted brackets alone operators did not find their arguments:
+    # of the sums with nested expressions 22 % were right, if these were, and of the sums of digits 98 %.
     "listops": {
-        **_BEST, "positions": "nested", "pool": "first", "auxiliary": 1.0, "dropout": 0.0, "depth": 12, "width": 192,
+        **_BEST, "positions": "tree", "pool": "first", "auxiliary": 1.0, "dropout": 0.0, "depth": 12, "width": 192,
         "heads": 3, "mlp": 384, "weight_decay": 0.01, "lr": 1e-3,
     },
     "text": {**_BEST, "batch": 32, "dropout": 0.25, "pool": "mean+max", "lr": 7e-4},
     "retrieval": {**_BEST, "batch": 16},
     "books-matching": {**_BEST, "batch": 16},
-    "image": {**_BEST_SQUARE, "batch": 128, "augment": "crops", "label_smoothing": 0.1, "lr": 1.5e-3},
+    "image": {**_BEST_SQUARE, "batch": 128, "augment": "crops", "label_smoothing": 0.1, "lr": 1.5e-3,
+              "cutmix": 0.5, "encoding": "brightness"},
     "pathfinder32": {**_BEST_PATHS, "batch": 128},
 }  # fmt: skip
 

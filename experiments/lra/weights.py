@@ -7,6 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from experiments.lra.config import DEFAULTS, Config, as_dict
@@ -28,6 +29,7 @@ _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
 }
 _COSTS = ("objective", "steps", "tested_step", "seconds", "token_labels")
+_SCALE = ".scale"  # after the name of a matrix in 8 bits
 _HEADS = ("head.", "namer.", "tracer.")
 
 
@@ -53,15 +55,40 @@ def save(
     tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
 
 
-def store(path: Path, folder: Path) -> Path:
-    """Weights in half precision, to be kept: rounded to fp16, half the bytes. Raises ValueError for other files."""
-    tensors, about = tensor_files.read(path, KIND, "config", "cost")
+def store(path: Path, folder: Path, bits: int = 16) -> Path:
+    """Weights to be kept: rounded to fp16, half the bytes, or in 8 bits. Raises ValueError for other files."""
+    if bits not in (8, 16):
+        raise ValueError(f"bits must be 8 or 16; got {bits}")
+    tensors, about = read(path)
     stored = folder / FILE
     if stored in tensor_files.files(path):
         raise ValueError(f"the folder must be another one than the run's; got {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    tensor_files.write(stored, {name: each.half() for name, each in tensors.items()}, about)
+    kept: dict[str, Tensor] = {}
+    for name, each in tensors.items():
+        if bits == 8 and each.ndim == 2 and each.shape[1] > 1:
+            kept |= in_bytes(name, each)
+        else:
+            kept[name] = each.half()
+    tensor_files.write(stored, kept, about)
     return stored
+
+
+def in_bytes(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    """A matrix as whole numbers from -127 to 127, with the scale of each row."""
+    scale = (matrix.float().abs().amax(1, keepdim=True) / 127).clamp(min=2**-14).half()
+    return {name: (matrix / scale.float()).round().clamp(-127, 127).to(torch.int8), f"{name}{_SCALE}": scale}
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file, and what it says about them. Raises ValueError for other files."""
+    found, about = tensor_files.read(path, KIND, "config", "cost")
+    with reading(path, f"a file of an {KIND} with a scale for each matrix of whole numbers"):
+        return {
+            name: each.float() * found[f"{name}{_SCALE}"].float() if each.dtype == torch.int8 else each
+            for name, each in found.items()
+            if not name.endswith(_SCALE)
+        }, about
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
@@ -70,7 +97,7 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
     config, data: of the new run. Returns facts for the result. Raises FileNotFoundError, and ValueError for another
     kind or encoder, or training on another split of the data.
     """
-    found, about = tensor_files.read(path, KIND, "config", "cost")
+    found, about = read(path)
     own = model.state_dict()
     encoder, others = ({name for name in names if not name.startswith(_HEADS)} for names in (own, found))
     differing = sorted(encoder ^ others) or sorted(name for name in encoder if own[name].shape != found[name].shape)

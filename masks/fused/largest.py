@@ -180,7 +180,7 @@ def largest_kernel(
     rows, count, all_rows, start, k, first, last,
     SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Lists the k largest scores of a row: in registers if few may be among them, or by reading it five times."""
+    """Lists the k largest scores of a row: in registers if few may be among them, else by reading it five times."""
     row = tl.program_id(0) % rows
     scores_ptr += tl.program_id(0).to(tl.int64) * count
     index_ptr += ((tl.program_id(0) // rows).to(tl.int64) * all_rows + start + row) * k

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.backends.triton.selected.tiles import pieces, power
-from sparseflash.blockmask.cache import bounded
 
 if TYPE_CHECKING:
     from sparseflash.selection.choice import Pool
@@ -58,22 +57,14 @@ def summed_scores(
     )  # fmt: skip
     row_tiles, col_tiles = -(-rows // block_m), -(-count // columns)
     _kernel(
-        constants, q.dtype, factors.dtype, q.stride()[:3], k.stride()[:3], factors.stride(), q.data_ptr() % 16,
-        k.data_ptr() % 16, factors.data_ptr() % 16, q.device,
+        q.device, constants, q.dtype, factors.dtype, q.stride()[:3], k.stride()[:3], factors.stride(),
+        q.data_ptr() % 16, k.data_ptr() % 16, factors.data_ptr() % 16,
     ).start(
         batch * kv_heads * row_tiles * col_tiles, q, k, factors, begins, stops, scores, kv_heads, heads // kv_heads,
         row_tiles, col_tiles, start, rows, cols, count, 1.0 if scale is None else scale * LOG2E.value, *q.stride()[:3],
         *k.stride()[:3], *factors.stride(), *constants,
     )  # fmt: skip
     return scores
-
-
-@bounded(maxsize=64)
-def _kernel(constants: tuple[object, ...], *layout: object) -> Launch:
-    """The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`."""
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(summed_scores_kernel, device, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -148,3 +139,6 @@ def summed_scores_kernel(
             result = tl.dot(total, tl.maximum(share, 0).to(tl.float32), input_precision="tf32x3")
         to = (pair.to(tl.int64) * rows + row)[:, None] * count + column[None, :]
         tl.store(scores_ptr + to, result, mask=is_row[:, None] & written[None, :])
+
+
+_kernel = launches_of(summed_scores_kernel, num_warps=8, num_stages=3)

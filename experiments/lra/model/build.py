@@ -42,6 +42,7 @@ def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Deno
         "brackets": task.brackets,
         "qk_norm": config.qk_norm,
         "attention": config.attention,
+        "encoding": config.encoding,
         "convolution": config.convolution,
     }
     model: Classifier | Denoiser

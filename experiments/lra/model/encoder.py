@@ -5,16 +5,16 @@ Shapes: B sequences, N positions (padded), W width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.lra.model.positions import POSITIONS, Brackets, Nesting, sinusoids
+from experiments.lra.model.positions import OF_BRACKETS, POSITIONS, Brackets, Nesting, TreeRotation, sinusoids
 from experiments.training.distributed import Ranks
 from experiments.training.layers.attention import IMPLEMENTATIONS, ElementMask
-from experiments.training.layers.rotary import RotaryPositions
+from experiments.training.layers.rotary import RotaryPositions, Rotations
 from experiments.training.layers.transformer import (
     DepthwiseConvolution,
     Halves,
@@ -26,6 +26,24 @@ from experiments.training.layers.transformer import (
 from experiments.training.shared_sequences import SharedSequences
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
+from sparseflash.nn.rotary import Rotation
+
+
+def convolved(convolution: DepthwiseConvolution, x: Tensor, live: Tensor | None) -> Tensor:
+    return convolution.forward(x, live)
+
+
+class Brightness(nn.Module):
+    """Pixels as a learned line: a vector times the brightness, from -1 to 1, and another vector."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.randn(width) * width**-0.5)
+        self.middle = nn.Parameter(torch.randn(width) * width**-0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, N, W] of ids [B, N], 1 for black to 256 for white."""
+        return torch.addcmul(self.middle, ((ids - 1) / 127.5 - 1)[..., None], self.slope)
 
 
 class Encoder(nn.Module):
@@ -35,8 +53,9 @@ class Encoder(nn.Module):
     places: the number of positions; above the mask's length if batches drop tokens.
     first: the position of an example's first token; 1 after [CLS].
     side: pixels along a side, for images.
-    brackets: ids of brackets, for positions "nested".
+    brackets: ids of brackets, for positions "nested" and "tree".
     attention: the implementation; see experiments/training/layers/attention.py.
+    encoding: "tokens", or "brightness" of pixels, see Brightness.
     convolution: tokens, or pixels along a side, of the window of a convolution after the embedding and in each layer.
     """
 
@@ -58,6 +77,7 @@ class Encoder(nn.Module):
         brackets: Brackets | None = None,
         qk_norm: bool = False,
         attention: str = "sparseflash",
+        encoding: str = "tokens",
         convolution: int = 0,
     ) -> None:
         super().__init__()
@@ -71,21 +91,28 @@ class Encoder(nn.Module):
         self._patterns: dict[int, Tensor | None] = {}
         self.attention = attention
         places = max(places, self.masks[0].q_len)
-        self.embedding = nn.Embedding(vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)
+        self.embedding: nn.Module
+        if encoding == "brightness":
+            self.embedding = Brightness(width)
+        else:
+            self.embedding = nn.Embedding(vocabulary, width)
+            nn.init.normal_(self.embedding.weight, std=width**-0.5)
         self.positions: Tensor | nn.Parameter | None = None
         self.rotary: RotaryPositions | None = None
         self.nesting: Nesting | None = None
+        self.tree: TreeRotation | None = None
         if positions == "learned":
             self.positions = nn.Parameter(torch.randn(places, width) * width**-0.5)
         elif positions == "sinusoidal":
             del self.positions
             self.register_buffer("positions", sinusoids(places, width), persistent=False)
+        elif positions == "tree":
+            self.tree = TreeRotation(heads, head_dim)
         else:
             self.rotary = RotaryPositions(head_dim, side if positions == "rotary2d" else None, first)
-        if positions == "nested":
+        if positions in OF_BRACKETS:
             if brackets is None:
-                raise ValueError("positions=nested needs to know which ids are brackets; got none")
+                raise ValueError(f"positions={positions} needs to know which ids are brackets; got none")
             self.nesting = Nesting(brackets, vocabulary, width)
         self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
@@ -98,14 +125,19 @@ class Encoder(nn.Module):
             )
             for _ in self.masks
         )
+        if self.tree is not None:
+            for layer in self.layers:
+                self.tree.begin(layer.attention)
         self.stem = DepthwiseConvolution(width, convolution, side) if convolution else None
         self.norm = nn.LayerNorm(width)
         self.training_halves = Halves()
+        self.training_stem: Callable[[DepthwiseConvolution, Tensor, Tensor | None], Tensor] = convolved
         self.shared: SharedSequences | None = None
 
     def compile_layers(self) -> None:
         """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
+        self.training_stem = torch.compile(convolved, fullgraph=True)
 
     def share_sequences(self, ranks: Ranks) -> SharedSequences:
         """Among the processes of `ranks` with the same share of a batch. All return the same features; the mean of
@@ -120,25 +152,28 @@ class Encoder(nn.Module):
         """
         length = ids.shape[1]
         depths = None if self.nesting is None else self.nesting.depths(ids)
+        parents = None if self.tree is None or self.nesting is None else self.nesting.parents(ids, depths)
         layout = None
         if self.shared is not None:
             layout = self.shared.plan(self.cropped(self.masks[0], length))
             places = layout.positions.to(ids.device)[None] if places is None else layout.scatter(places, -1)
             ids = layout.scatter(ids, -1)
             depths = None if depths is None else layout.scatter(depths, -1)
+            parents = None if parents is None else layout.scatter(parents, -1)
         x = self.embedding(ids)
         if self.positions is not None:
             # Indexing's gradient would add tokens with equal positions serially.
             x = x + (self.positions[:length] if places is None else F.embedding(places, self.positions))
         if self.nesting is not None and depths is not None:
             x = x + self.nesting(depths)
-        rotation = None
-        if self.rotary is not None:
-            rotation = self.rotary(torch.arange(length, device=ids.device)[None] if places is None else places)
+        rotation: Rotation | Rotations | None = None
+        if self.rotary is not None or self.tree is not None:
+            own = torch.arange(length, device=ids.device)[None] if places is None else places
+            rotation = self.rotary(own) if self.tree is None else self.tree(own, parents)
         live = None
         if self.stem is not None:
             live = (torch.arange(length, device=ids.device) < lengths[:, None])[..., None] if padded else None
-            x = self.stem(x, live)
+            x = (self.training_stem if self.training else convolved)(self.stem, x, live)
         x = self.dropout(x)
         masks: Sequence[BlockMask | ShardPlan | ElementMask]
         if layout is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lra.config import DEFAULTS, GENERATOR, VALIDATION
+from experiments.lra.model.positions import OF_BRACKETS
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Options
 from experiments.lra.token_labels import labels_of
@@ -200,10 +201,13 @@ def helps(config: dict[str, Any]) -> str:
     task, window = config["task"], config.get("convolution", 0)
     area = f"{window} tokens" if TASKS[task].side is None else f"{window} x {window} pixels"
     parts = {
-        "brackets counted": config.get("positions") == "nested",
+        "brackets counted": config.get("positions") in OF_BRACKETS,
+        "each argument's operator": config.get("positions") == "tree",
         "background dropped": config.get("background") == "drop",
         f"turned ({config['augment']})": config["augment"] not in ("none", "crops"),
         "mirrored and moved": config["augment"] == "crops",
+        "squares of other images": config.get("cutmix", 0) > 0,
+        "brightness as a number": config.get("encoding", "tokens") == "brightness",
         f"{labels_of(task)} in training": config["auxiliary"] > 0,  # for initial weights see `described`
         f"convolutions of {area}": window > 0,
         "smoothed labels": config.get("label_smoothing", 0) > 0,

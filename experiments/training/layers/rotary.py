@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from sparseflash.nn.rotary import Rotation, line_rates, line_rotation, plane_rates, plane_rotation
+
+
+class Rotations(NamedTuple):
+    """Different ones of queries and keys."""
+
+    queries: Rotation
+    keys: Rotation
 
 
 class RotaryPositions(nn.Module):

@@ -6,7 +6,6 @@ Shapes: B sequences, N positions (padded), H heads, W width, D features a head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from experiments.training.layers.attention import ElementMask, attention
+from experiments.training.layers.depthwise import depthwise
+from experiments.training.layers.rotary import Rotations
 from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
 from sparseflash.nn.rotary import Rotation, rotate
@@ -49,12 +50,13 @@ class SelfAttention(nn.Module):
         self.q_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
         self.k_norm: nn.Module = RMSNorm(head_dim) if qk_norm else nn.Identity()
 
-    def project(self, x: Tensor, rotation: Rotation | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotation: Rotation | Rotations | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Each [B, H, N, D]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, B, H, N, D]
         q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            of_q, of_k = rotation if isinstance(rotation, Rotations) else (rotation, rotation)
+            q, k = rotate(q, of_q), rotate(k, of_k)
         return q.to(v.dtype), k.to(v.dtype), v  # under autocast
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan | ElementMask) -> Tensor:
@@ -70,26 +72,13 @@ class DepthwiseConvolution(nn.Module):
 
     def __init__(self, width: int, size: int, side: int | None = None) -> None:
         super().__init__()
-        self.reach, self.side = size // 2, side
+        self.side = side
         self.weight = nn.Parameter(torch.zeros(size if side is None else size * size, width))
 
     def forward(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """x: [B, N, W]. live: bool [B, N, 1], False at padding, which no token reads; None without padding."""
         known = x if live is None else x.masked_fill(~live, 0)
-        reach = self.reach
-        axes: tuple[int, ...] = (1,)
-        if self.side is not None:
-            known, axes = known.unflatten(1, (self.side, self.side)), (1, 2)
-        padded = F.pad(known, (0, 0, *(reach, reach) * len(axes)))
-        steps = range(2 * reach + 1)
-        weights = self.weight.to(x.dtype)
-        total = torch.zeros_like(known)
-        for weight, starts in zip(weights, product(steps, repeat=len(axes)), strict=True):
-            window = padded
-            for axis, start in zip(axes, starts, strict=True):
-                window = window.narrow(axis, start, known.shape[axis])
-            total = total + weight * window
-        return x + total.reshape(x.shape)
+        return x + depthwise(known, self.weight.to(x.dtype), self.side)
 
 
 class Layer(nn.Module):
@@ -118,7 +107,7 @@ def head_dim_of(width: int, heads: int, head_dim: int | None) -> int:
     return head_dim or width // heads
 
 
-def before_attention(layer: Layer, x: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+def before_attention(layer: Layer, x: Tensor, rotation: Rotation | Rotations | None) -> tuple[Tensor, Tensor, Tensor]:
     return layer.attention.project(layer.attention_norm(x), rotation)
 
 
@@ -132,7 +121,7 @@ def after_attention(layer: Layer, x: Tensor, mixed: Tensor, live: Tensor | None 
 
 
 class Halves(NamedTuple):
-    before: Callable[[Layer, Tensor, Rotation | None], tuple[Tensor, Tensor, Tensor]] = before_attention
+    before: Callable[[Layer, Tensor, Rotation | Rotations | None], tuple[Tensor, Tensor, Tensor]] = before_attention
     after: Callable[[Layer, Tensor, Tensor, Tensor | None], Tensor] = after_attention
 
 

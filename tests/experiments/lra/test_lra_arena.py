@@ -99,9 +99,12 @@ def test_the_best_preset_names_its_helps(tmp_path):
         (row,) = arena.rows_of("best", [task], ["butterfly"], {}, tmp_path)
         check(replace(row.config, device="cpu", compiled=False))
         found[task] = helps(as_dict(row.config))
-    assert found["image"] == "mirrored and moved, convolutions of 3 x 3 pixels, smoothed labels, averaged weights"
+    assert found["image"] == (
+        "mirrored and moved, squares of other images, brightness as a number, convolutions of 3 x 3 pixels, "
+        "smoothed labels, averaged weights"
+    )
     assert found["text"] == "convolutions of 7 tokens, averaged weights"
-    assert found["listops"].startswith("brackets counted, values of expressions in training, convolutions of 7 tokens")
+    assert found["listops"].startswith("brackets counted, each argument's operator, values of expressions in training")
     assert found["pathfinder32"].startswith("turned (square), pixel labels in training, convolutions of 3 x 3 pixels")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.lra import cli
+from experiments.lra import cli, weights
 from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.evaluate import answers
 from experiments.lra.tasks import load
@@ -16,6 +16,7 @@ from experiments.pathfinder.generate import Settings as Images
 from experiments.pathfinder.generate import generate as generate_images
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.vectors import load as load_vectors
+from experiments.training import tensor_files
 from tests.experiments.lra.runs import DATA, TINY
 from tests.experiments.lra.runs import TINY_IMAGES as CONFIG
 
@@ -78,21 +79,46 @@ def test_on_the_runs_own_data_it_is_what_the_run_said(run, folder):
     assert "by root operator" in output and "majority class" in output
 
 
-def test_stored_weights_answer_as_the_run_does_in_half_the_bytes(run, folder, tmp_path):
+@pytest.mark.parametrize(("bits", "share", "rel"), [(16, 0.6, 1e-2), (8, 0.5, 3e-2)])
+def test_stored_weights_answer_as_the_run_does_in_fewer_bytes(run, folder, tmp_path, bits, share, rel):
     made, metrics = run
-    result = CliRunner().invoke(cli.app, ["store", str(made.folder), "--out", str(tmp_path / "kept")])
+    result = stored_in(tmp_path / "kept", made.folder, bits)
     assert result.exit_code == 0, result.output
     stored = tmp_path / "kept" / "model.safetensors"
-    assert stored.stat().st_size < 0.6 * (made.folder / "model.safetensors").stat().st_size
+    assert stored.stat().st_size < share * (made.folder / "model.safetensors").stat().st_size
     found = call(stored, "--data", folder, "--out", tmp_path / "all.json")
     assert found.exit_code == 0, found.output
     assert f"The run itself, on its own test split: {metrics['test_accuracy']:.3f}" in found.output
     every = json.loads((tmp_path / "all.json").read_text())
     assert every["accuracy_of_run"] == metrics["test_accuracy"]
     assert every["test_accuracy"] == pytest.approx(metrics["test_accuracy"], abs=1.5 / len(made.data.test))
-    assert every["test_loss"] == pytest.approx(metrics["test_loss"], rel=1e-2)
-    again = CliRunner().invoke(cli.app, ["store", str(stored), "--out", str(tmp_path / "kept")])
+    assert every["test_loss"] == pytest.approx(metrics["test_loss"], rel=rel)
+    again = stored_in(tmp_path / "kept", stored, bits)
     assert again.exit_code == 2 and "the folder must be another one than the run's" in again.output
+
+
+def stored_in(folder, run, bits):
+    return CliRunner().invoke(cli.app, ["store", str(run), "--out", str(folder), "--bits", str(bits)])
+
+
+def test_weights_are_not_stored_in_other_bits(run, tmp_path):
+    found = stored_in(tmp_path, run[0].folder, 4)
+    assert found.exit_code == 2 and "bits must be 8 or 16; got 4" in found.output
+
+
+def test_a_matrix_in_bytes_is_off_by_half_a_step_of_its_row(tmp_path):
+    matrix = (
+        torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4, 1, 3, 100, 0])[:, None]
+    )
+    kept = weights.in_bytes("a", matrix)
+    about = {"kind": weights.KIND, "config": {}, "cost": {}}
+    tensor_files.write(tmp_path / "model.safetensors", kept, about)
+    found = weights.read(tmp_path / "model.safetensors")[0]["a"]
+    steps = matrix.abs().amax(1, keepdim=True) / 127
+    assert ((found - matrix).abs() <= 0.51 * steps + 2**-14).all()
+    tensor_files.write(tmp_path / "model.safetensors", {"a": kept["a"]}, about)
+    with pytest.raises(ValueError, match=r"must be a file of an experiments\.lra model with a scale for each matrix"):
+        weights.read(tmp_path / "model.safetensors")
 
 
 def test_the_first_examples_are_tested_alone(run, folder):

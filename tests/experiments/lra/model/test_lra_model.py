@@ -10,7 +10,7 @@ from experiments.lra.config import Config
 from experiments.lra.data.listops.tokens import encode
 from experiments.lra.model.build import build_model, build_optimizer
 from experiments.lra.model.classifier import POOLS, Classifier, pool
-from experiments.lra.model.positions import POSITIONS, Nesting, sinusoids
+from experiments.lra.model.positions import OF_BRACKETS, POSITIONS, Nesting, sinusoids
 from experiments.lra.presets import PRESETS, settings_of
 from experiments.lra.scoring import score
 from experiments.lra.tasks import TASKS
@@ -81,7 +81,7 @@ def test_a_shorter_batch_sees_the_same_as_a_padded_one():
     torch.testing.assert_close(model(wide, batch.lengths), model(batch.ids, batch.lengths))
 
 
-@pytest.mark.parametrize("positions", [each for each in POSITIONS if each != "nested"])
+@pytest.mark.parametrize("positions", [each for each in POSITIONS if each not in OF_BRACKETS])
 def test_an_image_without_its_background_is_the_image_with_black_pixels_masked(positions):
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(1, 256, (2, 1024), generator=generator) * (torch.rand(2, 1024, generator=generator) < 0.05)
@@ -187,7 +187,10 @@ def test_sinusoidal_positions_are_distinct_and_as_large_as_the_embedding():
     [
         ({"width": 30, "heads": 4}, "width must be a multiple of heads; got width 30, heads 4"),
         ({"pool": "sum"}, "pool must be one of cls, first, mean, max, mean\\+max; got 'sum'"),
-        ({"positions": "none"}, "positions must be one of learned, sinusoidal, rotary, rotary2d, nested; got 'none'"),
+        (
+            {"positions": "none"},
+            "positions must be one of learned, sinusoidal, rotary, rotary2d, nested, tree; got 'none'",
+        ),
         ({"schedule": "step"}, "schedule must be one of constant, cosine, linear, rsqrt, trapezoid; got 'step'"),
         ({"precision": "fp8"}, "precision must be fp32 or bf16; got 'fp8'"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1; got 1.0"),
