@@ -12,7 +12,7 @@ from sparseflash.backends.chosen_blocks import block_attention
 from sparseflash.backends.triton.selected import block_api, block_lists
 from sparseflash.selection import attending
 from tests.drawn.masks import SEEDS
-from tests.selection.layers import WIDTH, filled, sequence
+from tests.selection.layers import WIDTH, example_of, filled, sequence
 
 few = settings(max_examples=max(1, settings().max_examples // 2))
 HEADS = st.sampled_from(
@@ -150,6 +150,22 @@ def test_a_layer_that_gathers_is_the_layer_with_a_mask(kv_heads, sums):
         results.append((out, *torch.autograd.grad(out.float().square().sum(), tuple(layer.parameters()))))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.detach().abs().max()))
+
+
+@pytest.mark.parametrize("sums", [None, [0, 37, 40, 150]])
+@pytest.mark.parametrize("kind", ["TokenSelection", "SpanSelection"])
+def test_single_tokens_are_gathered_or_masked(kind, sums):
+    layer, x, results = example_of(kind), sequence(150, 1), []
+    for few, called in ((0, True), (1e9, False)):
+        with (
+            mock.patch.object(attending, "_BYTES", few),
+            mock.patch.object(attending, "token_attention", side_effect=attending.token_attention) as gathered,
+        ):
+            out = layer(x, cu_seqlens=sums)
+        assert gathered.called == called
+        results.append((out, *torch.autograd.grad(out.square().sum(), (layer.qkv.weight, layer.out.weight))))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want)
 
 
 @few
