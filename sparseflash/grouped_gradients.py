@@ -41,7 +41,9 @@ def attend(
 
     rows: `[B, Hkv, Nq * heads, D]`, of whose heads the first `group` are those of a query, the others zeros.
     """
-    found: tuple[Tensor, Tensor] = _Attention.apply(rows, k, v, mask, index, group, span, causal, scale, backend)
+    found: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
+        rows, k, v, mask, index, group, span, causal, scale, backend
+    )
     return found
 
 
@@ -52,8 +54,10 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         *ctx.how, scale, backend = how
         ctx.problem = Problem.of(mask, scale=scale, batch=rows.shape[0], kernels="portable")
-        given = [x.detach() for x in (rows, k, v)]  # the usual backward need not be prepared
-        out, lse = attention(*given, mask, scale=scale, return_lse=True, backend=backend)
+        # Detached, so that the usual backward is not prepared.
+        out, lse = attention(
+            rows.detach(), k.detach(), v.detach(), mask, scale=scale, return_lse=True, backend=backend
+        )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, k, v, out, lse, index)
         return out, lse

@@ -19,10 +19,11 @@ def gated_sum(logits: Tensor, *parts: Tensor) -> Tensor:
     """
     of_one_dtype = logits.dtype in fused.DTYPES and all(x.dtype == logits.dtype for x in parts)
     if of_one_dtype and logits.numel() and fused.serves(logits, 1, 1) and is_plain_call(logits, *parts):
-        found: Tensor = _GatedSum.apply(logits, *parts)
+        found: Tensor = _GatedSum.apply(logits, *parts)  # type: ignore[no-untyped-call]
         return found
     gates = torch.sigmoid(logits).unflatten(2, (3, -1)).permute(2, 0, 3, 1).unsqueeze(-1)  # [3, B, H, N, 1]
-    return gates[0] * parts[0] + gates[1] * parts[1] + gates[2] * parts[2]
+    out: Tensor = gates[0] * parts[0] + gates[1] * parts[1] + gates[2] * parts[2]
+    return out
 
 
 class _GatedSum(torch.autograd.Function):

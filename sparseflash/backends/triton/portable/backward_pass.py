@@ -165,7 +165,7 @@ class Backward:
         dq = layout.empty(q)
         if not layout.as_they_are:
             q, k, v, dout = layout.operands(q, k, v, dout)
-        lse2, delta = torch.empty_like(layout.two_rows).unbind()
+        lse2, delta = torch.empty_like(layout.some_rows), torch.empty_like(layout.some_rows)
         given: dict[str, Any] = {
             "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
             "own_rows": (lse2, delta), "dq_ptr": dq, **of_call(lengths),

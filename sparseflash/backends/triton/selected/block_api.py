@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Call:
     """What the kernels of one call share."""
 
     def __init__(
-        self, sizes: tuple[int, int, int, int], k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool,
+        self, sizes: Sequence[int], k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool,
         reach: int,
     ) -> None:  # fmt: skip
         """sizes: of q `[B, Hq, Nq, D]`. heads: that choose. reach: the largest offset of a token of q."""
@@ -85,7 +85,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Transposed]:
     """`(out, lse, lists)`."""
     out, lse = empty_out(q, v), empty_lse(q)
-    of = Call(tuple(q.shape), k, v, index.shape[1], index.shape[3], span, causal, q.shape[2] * q.stride(2))
+    of = Call(q.shape, k, v, index.shape[1], index.shape[3], span, causal, q.shape[2] * q.stride(2))
     check_count(
         "batch x heads that choose x queries x blocks of each",
         of.batch,
@@ -137,7 +137,7 @@ def backward(
     """`(dq, dk, dv)`."""
     heads, choices = lists.chosen.shape[0] // q.shape[0], lists.chosen.shape[2]
     reach = max(x.shape[2] * x.stride(2) for x in (q, dout))
-    of = Call(tuple(q.shape), k, v, heads, choices, span, causal, reach)
+    of = Call(q.shape, k, v, heads, choices, span, causal, reach)
     dq = empty_gradient(q)
     if dq.numel() == 0 or k.numel() == 0:
         return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
@@ -235,9 +235,11 @@ def gradients_of_keys(
     reach = max(x.shape[2] * x.stride(2) for x in (rows, dout))
     sizes = batch, kv_heads * group, q_len, rows.shape[3]
     of = Call(sizes, k, v, kv_heads, choices, span, causal, reach)
-    strides = [(x.stride(0), x.stride(1), heads * x.stride(2), x.stride(2)) for x in (rows, dout)]
+    q_strides, dout_strides = (
+        (x.stride(0), x.stride(1), heads * x.stride(2), x.stride(2)) for x in (rows, dout)
+    )  # fmt: skip
     with on_device(rows.device):
         lists = transposed(index, of.blocks, span, of.k_len, causal)
         of_rows = Rows(lse2, delta, (lse2.stride(1), heads, 1))
-        dk, dv = of_keys(of, rows, k, v, dout, *strides, of_rows, lists, scale)
+        dk, dv = of_keys(of, rows, k, v, dout, q_strides, dout_strides, of_rows, lists, scale)
     return empty_gradient(k).copy_(dk), empty_gradient(v).copy_(dv)
