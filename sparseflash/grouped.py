@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
+from sparseflash.backends.chosen_rows import attend, gathers
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
-from sparseflash.grouped_gradients import attend, gathers
 from sparseflash.merge import with_sink
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, Sizes, scores_of
@@ -110,16 +111,15 @@ def selected_attention(
     if rows > group:
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
     packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
+    run = partial(
+        attention, mask=mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
+        backend=backend,
+    )  # fmt: skip
     is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
     if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
-        out, lse = attend(
-            packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, backend=backend
-        )  # fmt: skip
+        out, lse = attend(packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, forward=run)
     else:
-        out, lse = attention(
-            packed, k, v, mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
-            backend=backend,
-        )  # fmt: skip
+        out, lse = run(packed, k, v)
     out, lse = (_by_heads(x.unflatten(2, (q_len, rows)), group) for x in (out, lse))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparseflash.attention import Backend, attention
 from sparseflash.backends.direct import is_plain_call
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
@@ -19,7 +19,7 @@ _WIDEST, _WIDEST_VALUE = 192, 128  # head dims, of whose keys a tile fits into r
 
 
 def gathers(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, backend: Backend | None
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float, backend: str | None
 ) -> bool:  # fmt: skip
     """Whether `attend` serves a call and its gradients are wanted."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -35,14 +35,14 @@ def gathers(
 
 def attend(
     rows: Tensor, k: Tensor, v: Tensor, mask: BlockMask, index: Tensor, *, group: int, span: int, causal: bool,
-    scale: float, backend: Backend | None,
+    scale: float, forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with the mask of the lists `index [B, Hkv, Nq, K]`, as `(out, lse)`.
+    """`(out, lse)` of `forward`, which is attention with the mask of the lists `index [B, Hkv, Nq, K]`.
 
     rows: `[B, Hkv, Nq * heads, D]`, of whose heads the first `group` are those of a query, the others zeros.
     """
     found: tuple[Tensor, Tensor] = _Attention.apply(  # type: ignore[no-untyped-call]
-        rows, k, v, mask, index, group, span, causal, scale, backend
+        rows, k, v, mask, index, group, span, causal, scale, forward
     )
     return found
 
@@ -52,12 +52,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, k: Tensor, v: Tensor, mask: BlockMask, index: Tensor, *how: Any
     ) -> tuple[Tensor, Tensor]:
-        *ctx.how, scale, backend = how
+        *ctx.how, scale, run = how
         ctx.problem = Problem.of(mask, scale=scale, batch=rows.shape[0], kernels="portable")
-        # Detached, so that the usual backward is not prepared.
-        out, lse = attention(
-            rows.detach(), k.detach(), v.detach(), mask, scale=scale, return_lse=True, backend=backend
-        )  # fmt: skip
+        out, lse = run(rows.detach(), k.detach(), v.detach())  # detached, so that the usual backward is not prepared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, k, v, out, lse, index)
         return out, lse
