@@ -7,10 +7,11 @@ from torch import Tensor, nn
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.masks.tiling.columns import Pool
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.attending import over_chosen, over_near, over_past
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import Pool, best_blocks, candidates_of, held, summed
+from sparseflash.selection.choice import best_blocks, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.gates import gated_sum
 from sparseflash.selection.layer import SelectionLayer, checked_power

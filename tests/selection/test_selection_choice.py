@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.selected import gates
+from sparseflash.masks.tiling.columns import Pool
 from sparseflash.selection import choice
-from sparseflash.selection.choice import Candidates, Pool, best_blocks, by_operations, summed
+from sparseflash.selection.choice import Candidates, best_blocks, by_operations, summed
 from sparseflash.selection.gates import gated_sum
 from tests.drawn.masks import SEEDS
 from tests.masks.chosen_blocks import by, coarse, distinct, generator
