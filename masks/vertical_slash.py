@@ -18,7 +18,7 @@ from sparseflash.masks.tiling.arguments import is_list, positions
 from sparseflash.masks.tiling.diagonals import tiles_at, words_at
 from sparseflash.masks.tiling.listing import between
 from sparseflash.masks.tiling.signatures import pattern
-from sparseflash.masks.tiling.spans import WORDS_AT_ONCE, below
+from sparseflash.masks.tiling.spans import WORDS_AT_ONCE
 
 
 @pattern
@@ -117,7 +117,8 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     offset = len(corners) + len(marked)
     own = (has_cols[j] & (has_slash | ~below_diagonal)).nonzero()[:, 0]
     for some in own.split(max(1, WORDS_AT_ONCE // (block_q * of_key.shape[1]))):
-        past = below(corner[some][:, None] + torch.arange(1, block_q + 1, device="cpu"), block_k)
+        until = corner[some][:, None] + torch.arange(1, block_q + 1, device="cpu")
+        past = torch.from_numpy(bitmask.below(until.numpy(), block_k))
         made = slashed_words.index_select(0, slash[some]) | (of_key[j[some]][:, None, :] & past)
         made, inverse = bitmask.deduplicate(made)
         words.append(made)

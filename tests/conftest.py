@@ -115,6 +115,27 @@ def kernels_run_as_on_a_gpu(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def masks_are_made_anew():
+    """Two calls with the same arguments give two masks, which tests compare; `masks_are_kept` undoes this."""
+    from sparseflash.masks.tiling import signatures
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(signatures, "SMALL_MASK", -1)
+        yield
+
+
+@pytest.fixture
+def masks_are_kept(monkeypatch):
+    from sparseflash.blockmask.cache import SMALL_MASK, clear_caches
+    from sparseflash.masks.tiling import signatures
+
+    monkeypatch.setattr(signatures, "SMALL_MASK", SMALL_MASK)
+    clear_caches()
+    yield
+    clear_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_ahead(request):
     if request.config.getoption("compile_ahead"):
         from tests.compiling.ahead import compiling

@@ -245,23 +245,30 @@ def by_formula(kinds, case, q, k, v):
 @example(replace(PLAIN, lengths=(0, 5), dtype=torch.float16), ["softcap", "sink"])
 @example(replace(PLAIN, heads=(9, 1), q_len=16, paged=True), ["alibi", "key_bias"])
 @example(replace(PLAIN, mask="one", block_k=16, q_len=3), ["log_decay", "relative"])
+@example(replace(PLAIN, lengths=(1,), dtype=torch.float16, seed=2), ["temperature"])
 @np.errstate(over="ignore", invalid="ignore")
 def test_score_modifications_take_the_queries_at_the_end_of_the_cache(backend, case, kinds):
     if "alibi" in kinds and "log_decay" in kinds:
         kinds.remove("log_decay")
     (q_heads, kv_heads), batch, g = case.heads, len(case.lengths), generator(case.seed)
     shapes = [(batch, q_heads, case.q_len, 16), (batch, kv_heads, case.room, 16)]
-    q, k, v = (torch.randn(s, generator=g).to(case.dtype) for s in (*shapes, (*shapes[1][:3], case.v_dim)))
+    draws = [
+        [torch.randn(s, generator=g).to(case.dtype) for s in (*shapes, (*shapes[1][:3], case.v_dim))] for _ in range(4)
+    ]
     changes, _ = changes_of(kinds, case, case.dtype)
-    out, lse = case.call(backend, q, k, v, scores=changes)
-    truth = by_formula(kinds, case, *(x.double() for x in (q, k, v)))
-    plain = by_formula(kinds, case, q, k, v)
-    got = {"out": out, "lse": lse}
-    dead = truth["lse"].isneginf()
+    out, lse = case.call(backend, *draws[0], scores=changes)
+    truths = [by_formula(kinds, case, *(x.double() for x in inputs)) for inputs in draws]
+    plains = [by_formula(kinds, case, *inputs) for inputs in draws]
+    dead = truths[0]["lse"].isneginf()
     assert torch.equal(lse.isneginf(), dead)
-    for each in (got, truth, plain):
+    got = {"out": out, "lse": lse}
+    for each in (got, *truths, *plains):
         each["lse"] = each["lse"].masked_fill(dead, 0.0)
-    assert testing.compare_results(got, truth, plain, magnitudes={"lse": 16.0}).exact
+    # A single key's score can round to the truth by chance: the largest error of four draws is the measure.
+    allowed = {
+        name: max(float((p[name] - t[name]).abs().max()) for p, t in zip(plains, truths, strict=True)) for name in got
+    }
+    assert testing.compare_results(got, truths[0], allowed, magnitudes={"lse": 16.0}).exact
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

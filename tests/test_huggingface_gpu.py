@@ -98,6 +98,9 @@ def test_a_model_that_is_loaded_onto_the_gpu_gives_the_same(tmp_path):
     loaded = transformers.LlamaForCausalLM.from_pretrained(
         tmp_path, device_map=str(model.device), dtype=torch.bfloat16, attn_implementation="block_sparse"
     )
+    # Transformers computed the rotary frequencies of one model on the CPU, of the other on the GPU: last bits differ.
+    for name, buffer in loaded.named_buffers():
+        ours.get_buffer(name).copy_(buffer)
     ids = MODELS["llama"].inputs(model, DEVICE, tokens=TOKENS, batch=2)["input_ids"]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, ours(ids).logits)

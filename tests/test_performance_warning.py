@@ -6,7 +6,7 @@ import torch
 
 import sparseflash
 from sparseflash import attention, clear_caches, masks, scores
-from sparseflash.backends.triton import gate, notice
+from sparseflash.backends.triton import dispatch, gate
 from sparseflash.backends.triton.hopper import support
 
 
@@ -16,9 +16,9 @@ def as_on_an_h100(monkeypatch):
     monkeypatch.setattr(gate, "triton_version", lambda: (3, 9))
     monkeypatch.setattr(gate, "gpu_of", lambda request: torch.device("cuda", 0))
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
-    monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
+    monkeypatch.setattr(dispatch, "_said", dispatch.BoundedDict(64))
     monkeypatch.setattr(sys.modules["sparseflash.attention"], "chosen_backend", chosen)
-    monkeypatch.setattr(notice, "_FEWEST_QUERIES", 70)
+    monkeypatch.setattr(dispatch, "_FEWEST_QUERIES", 70)
     monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(forward_queries_other=1))
     clear_caches()
 

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.masks.fused.largest import write_largest
 from sparseflash.masks.fused.select import columns_of_a_tile, constants_of
 from sparseflash.masks.fused.tile_scores import loaded_rows, scores_of_blocks
@@ -34,8 +33,8 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
     tile = constants.block_m // of.rows  # lists
     step = max(1, _AT_ONCE // (batch * heads * max(1, of.blocks)) // tile) * tile
     kernel = _kernel(
-        constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16,
-        0 if bounds is None else bounds.data_ptr() % 16, q.device,
+        q.device, constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16,
+        0 if bounds is None else bounds.data_ptr() % 16,
     )  # fmt: skip
     for start in range(0, of.lists, step):
         count = min(step, of.lists - start)
@@ -53,14 +52,6 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
         order = found.sort(dim=2, descending=True, stable=True).indices
         ordered[:, start : start + count] = part.gather(2, order)
     return ordered.view(batch, heads, of.lists, top_k)
-
-
-@bounded(maxsize=64)
-def _kernel(constants: tuple[object, ...], *layout: object) -> Launch:
-    """The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`."""
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(block_scores_kernel, device, num_warps=8, num_stages=2)
 
 
 @triton.jit(
@@ -111,3 +102,6 @@ def block_scores_kernel(
     each = block + tl.arange(0, CANDIDATES)
     to = (batch_head.to(tl.int64) * count + number)[:, None] * blocks + each[None, :]
     tl.store(scores_ptr + to, found, mask=(number < count)[:, None] & (each < blocks)[None, :])
+
+
+_kernel = launches_of(block_scores_kernel, num_warps=8, num_stages=2)

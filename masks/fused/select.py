@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.device import capability_of
+from sparseflash.backends.triton.device_functions.arithmetic import floor_divide
 from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _NONE = tl.constexpr(-(2**63))  # no block
 _LAST = tl.constexpr(2**31 - 1)
+_FEW = 16  # blocks of a list, which are taken one by one: a sort of a tile of 64 columns has 28 steps
 
 
 class Constants(NamedTuple):
@@ -57,10 +59,14 @@ def columns_of_a_tile(q: Tensor, of: Columns) -> int:
     return 16 if of.rows == 128 and q.shape[3] > 128 and q.element_size() == 4 else 32
 
 
+def _most_rows(q: Tensor) -> int:
+    return 128 if q.shape[3] <= 128 and q.element_size() == 2 else 64
+
+
 def fits(q: Tensor, of: Columns) -> bool:
     """Whether a GPU's shared memory holds the queries and the keys of a tile."""
     size = 6 if q.dtype == torch.float32 else q.element_size()  # full fp32 is three pieces of two bytes
-    tokens = max(of.rows, 64) + columns_of_a_tile(q, of)
+    tokens = max(of.rows, _most_rows(q)) + columns_of_a_tile(q, of)
     needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
     return needed <= architecture_of(capability_of(q.device)).shared_memory
 
@@ -73,10 +79,15 @@ def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     (batch, heads, rows, _), (_, kv_heads, cols, _) = q.shape, k.shape
     index = torch.empty(batch, heads, of.lists, top_k, dtype=torch.int32, device=q.device)
-    block_n = 32 if of.span == 1 else columns_of_a_tile(q, of)  # more single columns take longer to sort
-    kept = max(1, block_n // of.span, 1 << (top_k - 1).bit_length())
-    block_m = max(of.rows, min(64, 2048 // kept))  # a sort has twice as many numbers as blocks are kept
-    constants = *constants_of(q, k, of, bounds, block_m, block_n), kept
+    best = 1 << (top_k - 1).bit_length()
+    # A few are taken one by one from single columns, of which a tile has many. Otherwise more of them take longer to
+    # sort.
+    few = of.span == 1 and best <= _FEW
+    block_n = 32 if of.span == 1 and not few else columns_of_a_tile(q, of)
+    group = max(1, block_n // of.span, best)  # blocks from one merge to the next
+    best = best if few else group
+    block_m = max(of.rows, min(64, 2048 // best) if of.span == 1 else min(_most_rows(q), 2048 // best))
+    constants = *constants_of(q, k, of, bounds, block_m, block_n), group, best
     tiles = -(-rows // block_m)
     _kernel(
         constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16,
@@ -107,11 +118,30 @@ def _ordered(score, block):
 
 
 @triton.jit
-def _merged(best, added, LISTS: tl.constexpr, KEPT: tl.constexpr):
-    """The KEPT best of two tiles, in descending order."""
-    both = tl.sort(tl.join(best, added).reshape(LISTS, 2 * KEPT), descending=True)
-    first, _ = tl.split(both.reshape(LISTS, 2, KEPT).permute(0, 2, 1))
-    return first
+def _with_blocks(scores, found, mine, LISTS: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr):
+    """The scores of a group of blocks, with those of one tile. Of the parts of a block the best counts."""
+    if GROUP == CANDIDATES:
+        return tl.maximum(scores, found)
+    else:
+        spread = tl.broadcast_to(found[:, None, :], (LISTS, GROUP // CANDIDATES, CANDIDATES)).reshape(LISTS, GROUP)
+        return tl.where(mine[None, :], tl.maximum(scores, spread), scores)
+
+
+@triton.jit
+def _merged(best, added, top_k, LISTS: tl.constexpr, GROUP: tl.constexpr, BEST: tl.constexpr):
+    """The BEST highest of two tiles, `[LISTS, BEST]` and `[LISTS, GROUP]`, in descending order; or `top_k` of them."""
+    if GROUP == BEST:
+        # Of the i-th highest of one and the i-th lowest of the other, the higher ones are the highest of both.
+        return tl.sort(tl.maximum(best, tl.sort(added)), descending=True)
+    else:
+        slot = tl.arange(0, BEST)[None, :]
+        merged = tl.full([LISTS, BEST], _NONE, tl.int64)
+        for each in range(0, top_k):
+            highest = tl.maximum(tl.max(best, 1), tl.max(added, 1))[:, None]
+            merged = tl.where(slot == each, highest, merged)
+            best = tl.where(best == highest, _NONE, best)
+            added = tl.where(added == highest, _NONE, added)
+        return merged
 
 
 @triton.jit(
@@ -128,18 +158,18 @@ def select_kernel(
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
     ROWS: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr,
     PADDED_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CANDIDATES: tl.constexpr,
-    PRECISION: tl.constexpr, FAR: tl.constexpr, KEPT: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr, GROUP: tl.constexpr, BEST: tl.constexpr,
 ):  # fmt: skip
     """Writes the lists of a tile of queries.
 
-    The best KEPT blocks so far are sorted. Others are collected until there are KEPT of them, then both are sorted.
+    The BEST blocks so far are in descending order. Others are collected until there are GROUP of them, then both are
+    merged.
     """
     LISTS: tl.constexpr = BLOCK_M // ROWS
-    STEPS: tl.constexpr = KEPT // CANDIDATES  # tiles of keys from one sort to the next
     PARTS: tl.constexpr = SPAN * CANDIDATES // BLOCK_N  # tiles of keys of a block
     batch_head = tl.program_id(0) // tiles
     batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
-    first_row = tl.program_id(0) % tiles * BLOCK_M
+    first_row = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_M  # if CAUSAL, those with the most keys first
     row = first_row + tl.arange(0, BLOCK_M)
     position = tl.minimum((row + 1) * row_tokens, q_len) - 1 + shift
     q_ptr += batch * q_stride_b + head.to(tl.int64) * q_stride_h
@@ -158,30 +188,45 @@ def select_kernel(
         end = tl.minimum(blocks, tl.where(latest >= 0, latest // tokens + 1, 0))
     origin = 0
     begin, stop = position, position  # not read without DOCUMENTS
+    # All rows see the columns before this one. A factor that is not above 0 does not keep the order of scores.
+    whole = tl.where(factor > 0, cols, 0)
+    if CAUSAL:
+        earliest = tl.minimum((first_row + 1) * row_tokens, q_len) - 1 + shift
+        whole = tl.minimum(whole, floor_divide(earliest, column_tokens) + 1)
     if DOCUMENTS:
+        whole = 0
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
         end = tl.minimum(end, (tl.max(stop, 0) + tokens - 1) // tokens)
-        origin = tl.load(bounds_ptr + first_row) // tokens // KEPT * KEPT  # documents are in order
-    best = tl.full([LISTS, KEPT], _NONE, tl.int64)
-    slot = tl.arange(0, KEPT)
-    for start in range(origin, end, KEPT):
-        added = tl.full([LISTS, KEPT], _NONE, tl.int64)
-        for step in range(0, STEPS * PARTS):
+        origin = tl.load(bounds_ptr + first_row) // tokens // GROUP * GROUP  # documents are in order
+    best = tl.full([LISTS, BEST], _NONE, tl.int64)
+    in_group = tl.arange(0, GROUP)
+    for start in range(origin, end, GROUP):
+        added = tl.full([LISTS, GROUP], float("-inf"), tl.float32)
+        steps = (tl.minimum(GROUP, end - start) + CANDIDATES - 1) // CANDIDATES * PARTS
+        whole_steps = tl.minimum(tl.maximum(whole - start * SPAN, 0) // BLOCK_N, steps)
+        for step in range(0, whole_steps):
+            block = start + step // PARTS * CANDIDATES
+            found = scores_of_blocks(
+                q, k_ptr, row, first, last, position, begin, stop, start * SPAN + step * BLOCK_N, block, rows, cols,
+                blocks, sinks, near, column_tokens, factor, k_stride_n,
+                ROWS, SPAN, CAUSAL, DOCUMENTS, D, PADDED_D, BLOCK_M, BLOCK_N, CANDIDATES, PRECISION, FAR, ALL_LIVE=True,
+            )  # fmt: skip
+            added = _with_blocks(added, found, in_group // CANDIDATES == step // PARTS, LISTS, GROUP, CANDIDATES)
+        for step in range(whole_steps, steps):
             block = start + step // PARTS * CANDIDATES
             found = scores_of_blocks(
                 q, k_ptr, row, first, last, position, begin, stop, start * SPAN + step * BLOCK_N, block, rows, cols,
                 blocks, sinks, near, column_tokens, factor, k_stride_n,
                 ROWS, SPAN, CAUSAL, DOCUMENTS, D, PADDED_D, BLOCK_M, BLOCK_N, CANDIDATES, PRECISION, FAR,
             )  # fmt: skip
-            each = tl.broadcast_to(block + tl.arange(0, CANDIDATES)[None, :], found.shape)
-            key = tl.where(found > float("-inf"), _ordered(found, each), _NONE)
-            spread = tl.broadcast_to(key[:, None, :], (LISTS, STEPS, CANDIDATES)).reshape(LISTS, KEPT)
-            # Of the parts of one block the best counts.
-            mine = (slot // CANDIDATES == step // PARTS)[None, :]
-            added = tl.where(mine, tl.maximum(added, spread), added)
-        best = _merged(best, added, LISTS, KEPT)
+            added = _with_blocks(added, found, in_group // CANDIDATES == step // PARTS, LISTS, GROUP, CANDIDATES)
+        each = tl.broadcast_to(start + in_group[None, :], added.shape)
+        best = _merged(
+            best, tl.where(added > float("-inf"), _ordered(added, each), _NONE), top_k, LISTS, GROUP, BEST
+        )  # fmt: skip
 
+    slot = tl.arange(0, BEST)
     inside = (number < lists)[:, None] & (slot < top_k)[None, :]
     chosen = tl.where(best == _NONE, -1, (best & _LAST).to(tl.int32) ^ _LAST)
     at = (batch_head.to(tl.int64) * lists + number)[:, None] * top_k + slot[None, :]

@@ -25,7 +25,7 @@ def scores_of_blocks(
     column_tokens, factor, k_stride_n,
     ROWS: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr, D: tl.constexpr,
     PADDED_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CANDIDATES: tl.constexpr,
-    PRECISION: tl.constexpr, FAR: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr, ALL_LIVE: tl.constexpr = False,
 ):  # fmt: skip
     """fp32 [LISTS, CANDIDATES]: the highest score of each block of a tile of BLOCK_N columns from `col_start` on.
 
@@ -33,21 +33,28 @@ def scores_of_blocks(
 
     q: a tile of BLOCK_M rows, of which ROWS are a list. row, position: [BLOCK_M], and the last key that each may see.
     first, last: [LISTS], the positions of the first and the last query of each list. begin, stop: [BLOCK_M], the keys
-    of the document of each row, if DOCUMENTS.
+    of the document of each row, if DOCUMENTS. ALL_LIVE: all rows see all columns, and `factor` is above 0.
     """
     LISTS: tl.constexpr = BLOCK_M // ROWS
     col = col_start + tl.arange(0, BLOCK_N)
     k = loaded_rows(k_ptr, col, cols, k_stride_n, D, PADDED_D, FAR)
-    scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
-    live = (row < rows)[:, None] & (col < cols)[None, :] & (scores == scores)
-    token = (col * column_tokens)[None, :]
-    if CAUSAL:
-        live = live & (token <= position[:, None])
-    if DOCUMENTS:
-        live = live & (token >= begin[:, None]) & (token < stop[:, None])
-    scores = tl.where(live, scores, float("-inf"))
+    scores = tl.dot(q, k.T, input_precision=PRECISION)
+    if not ALL_LIVE:
+        scores *= factor
+        live = (row < rows)[:, None] & (col < cols)[None, :] & (scores == scores)
+        token = (col * column_tokens)[None, :]
+        if CAUSAL:
+            live = live & (token <= position[:, None])
+        if DOCUMENTS:
+            live = live & (token >= begin[:, None]) & (token < stop[:, None])
+        scores = tl.where(live, scores, float("-inf"))
     of_blocks = tl.max(scores.reshape(LISTS, ROWS, CANDIDATES, BLOCK_N // CANDIDATES), 3)
-    found = tl.minimum(tl.max(of_blocks, 1), 3.4028234663852886e38)
+    found = tl.max(of_blocks, 1)
+    if ALL_LIVE:
+        # A product by a number above 0 keeps the order. Of NaN and a number, the maximum is the number.
+        found *= factor
+        found = tl.where(found == found, found, float("-inf"))
+    found = tl.minimum(found, 3.4028234663852886e38)
 
     tokens = SPAN * column_tokens
     block = block_start + tl.arange(0, CANDIDATES)[None, :]

@@ -5,21 +5,56 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.compiling import constant_when_compiled
+from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict
+from sparseflash.blockmask.compiling import constant_when_compiled, is_faking
 from sparseflash.blockmask.threads import on_one_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_kept = BoundedDict(64)  # small masks, by the function that makes them and its arguments
+_NUMBERS = frozenset((int, bool, float, str, type(None)))  # their equality and type tell all that a function sees
+
 
 def pattern(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
-    """Decorates a family with a known rule: `by_name`, made `on_one_thread`, and its masks are constants in functions
-    that torch.compile compiles.
+    """Decorates a family with a known rule: `by_name`, made `on_one_thread`, small masks `kept`, and its masks are
+    constants in functions that torch.compile compiles.
     """
-    return by_name(constant_when_compiled(on_one_thread(build)))
+    return by_name(kept(constant_when_compiled(on_one_thread(build))))
+
+
+def kept(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
+    """Decorates a function of numbers that makes masks: the same arguments give the same mask, if it is small and among
+    the last few. So a mask that is made anew at every step costs the host a look-up.
+    """
+
+    @functools.wraps(build)
+    def called(*args: P.args, **kwargs: P.kwargs) -> BlockMask:
+        if torch.compiler.is_compiling() or is_faking():
+            return build(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        if not all([_is_number(x) for x in values]):
+            return build(*args, **kwargs)
+        key = build, values, tuple(kwargs), tuple(map(type, values))
+        mask: BlockMask | None = _kept.get(key)
+        if mask is None:
+            with torch.inference_mode(False):  # otherwise a later training step could not use it
+                mask = build(*args, **kwargs)
+            if mask.nbytes <= SMALL_MASK:
+                _kept[key] = mask
+        return mask
+
+    return called
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a value is a number, a name, or a tuple of integers: equal ones of one type are the same argument."""
+    return type(x) in _NUMBERS or (type(x) is tuple and all([type(y) is int for y in x]))
 
 
 def by_name(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,11 @@ class Differentiable(Protocol):
     def operator_backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """`backward` through the registered operator, which raises if its gradients are differentiated again."""
 
+    def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
+        """`(None, dq, dk, dv)` by kernels that have been prepared for tensors of these layouts; None if there are none,
+        or if a tensor has no memory of its own, as a batch of gradients. saved: in the order of `_Direct.forward`.
+        """
+
 
 class _Direct(torch.autograd.Function):
     """A backend's functions as one autograd node, without the dispatcher."""
@@ -55,15 +60,22 @@ class _Direct(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         # Unpacked only once: checkpointing's hooks allow no more.
-        q, k, v, out, lse, kept, seed, *tensors = ctx.saved_tensors
+        unpacked, run = ctx.saved_tensors, ctx.run
+        if dlse is None and dout is not None and not torch.is_grad_enabled() and is_plain_call():
+            found: tuple[Tensor | None, ...] | None = run.repeated_backward(dout, unpacked)
+            if found is not None:
+                return found
+        q, k, v, out, lse, kept, seed, *tensors = unpacked
         if dout is None:
             dout = torch.zeros_like(out)
-        run = ctx.run
         batched = _holds_several(dout) or (dlse is not None and _holds_several(dlse))
         if torch.is_grad_enabled() or batched or not is_plain_call(dout, q, k, v, *tensors):
             return None, *run.operator_backward(dout, dlse, Saved(q, k, v, out, lse, kept), seed, *tensors)
         return None, *run.backward(dout, dlse, Saved(q, k, v, out, lse, kept), seed, *tensors)
 
+
+# What the engine calls, without PyTorch's Python, which looks for the function anew at every call.
+_Direct._backward_cls.apply = _Direct.backward  # type: ignore[attr-defined]
 
 # `_Direct.apply` without its Python, which looks for wrappers that transforms of `torch.func` have left behind.
 _apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Direct).apply

@@ -243,6 +243,9 @@ class _Run:
         dq, dk, dv = self._operator.direct_backward(dout, dlse, saved, self._problem._replace(seed=seed))
         return dq, dk, dv
 
+    def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> None:
+        """Nothing is prepared."""
+
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:

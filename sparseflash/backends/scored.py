@@ -140,6 +140,9 @@ class Run:
         changes, problem = self._changes.with_tensors(tensors), self._problem._replace(seed=seed)
         return self._operator.direct_backward(dout, dlse, saved, changes, self._wanted, problem)
 
+    def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> None:
+        """Nothing is prepared."""
+
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Any, ...]:

@@ -39,17 +39,18 @@ def token_attention(
     q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)`. v: None if the first `v_dim` columns of k are the values and `shares_values`. scale: at least 0."""
-    out, lse, *_ = _called(torch.ops.sparseflash.token_attention, q, k, v, index, v_dim, causal, scale)
+    out, lse, *_ = called(torch.ops.sparseflash.token_attention, q, k, v, index, v_dim, causal, scale)
     return out, lse
 
 
 def token_scores(q: Tensor, k: Tensor, index: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """`(scores, tokens)`: see `sparseflash.selected_tokens.token_scores`."""
-    scores, lists, _ = _called(torch.ops.sparseflash.token_scores, q, k, index, causal, scale)
+    scores, lists, _ = called(torch.ops.sparseflash.token_scores, q, k, index, causal, scale)
     return scores, torch.where(lists < k.shape[2], lists, -1)
 
 
-def _called(operator: Any, *arguments: Any) -> Any:
+def called(operator: Any, *arguments: Any) -> Any:
+    """What an operator of these kernels returns. Derivatives that the kernels do not have are refused."""
     refuse_functional_gradients("triton")
     refuse_tangents("triton", *(x for x in arguments if isinstance(x, Tensor)))
     asked.tangents = True
@@ -59,12 +60,14 @@ def _called(operator: Any, *arguments: Any) -> Any:
         asked.tangents = False
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(*arguments: Any) -> Any:
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of an operator, refused where a derivative was not asked of `called`."""
+
+    def function_or_refusal(*arguments: Any) -> Any:
         refuse_unasked("triton")
         return function(*arguments)
 
-    return guarded
+    return function_or_refusal
 
 
 def _attention(
@@ -122,15 +125,15 @@ define(
     "token_attention",
     "(Tensor q, Tensor k, Tensor? v, Tensor index, int v_dim, bool causal, float scale) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _guarded(_attention),
-    _guarded(_fake_attention),
+    guarded(_attention),
+    guarded(_fake_attention),
 )
 define(
     "token_attention_backward",
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor out, Tensor lse, Tensor lists, Tensor counts, "
     "Tensor kept, float scale) -> (Tensor, Tensor, Tensor)",
-    _guarded(_attention_backward),
-    _guarded(_fake_attention_backward),
+    guarded(_attention_backward),
+    guarded(_fake_attention_backward),
 )
 torch.library.register_autograd("sparseflash::token_attention", _differentiate, setup_context=_save, lib=LIBRARY)
 torch.library.register_autograd("sparseflash::token_attention_backward", refuse_second_gradients("triton"), lib=LIBRARY)
@@ -180,14 +183,14 @@ def _differentiate_scores(ctx: Any, dscores: Tensor, *others: None) -> tuple[Ten
 define(
     "token_scores",
     "(Tensor q, Tensor k, Tensor index, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
-    _guarded(_scores),
-    _guarded(_fake_scores),
+    guarded(_scores),
+    guarded(_fake_scores),
 )
 define(
     "token_scores_backward",
     "(Tensor dscores, Tensor q, Tensor k, Tensor lists, Tensor counts, float scale) -> (Tensor, Tensor)",
-    _guarded(_scores_backward),
-    _guarded(_fake_scores_backward),
+    guarded(_scores_backward),
+    guarded(_fake_scores_backward),
 )
 torch.library.register_autograd(
     "sparseflash::token_scores", _differentiate_scores, setup_context=_save_scores, lib=LIBRARY

@@ -26,6 +26,8 @@ from sparseflash.blockmask.streams import ReadyEvent
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+SMALL_MASK = 1 << 17  # bytes of masks that are kept for later equal ones: 16,384 causal tokens in blocks of 128
+
 _clearings: list[Callable[[], None]] = []  # the functions that `clear_caches` calls
 _dicts: weakref.WeakSet[Any] = weakref.WeakSet()  # every BoundedDict and MaskCache
 # A WeakSet must not grow while it is read. Reentrant, because the garbage collector may run code that makes a cache.

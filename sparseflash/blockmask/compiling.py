@@ -144,6 +144,8 @@ def _build(
     begun: Trace | None, build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any
 ) -> str:  # fmt: skip
     """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
+    from sparseflash.blockmask.mask import BlockMask
+
     if begun is not None:
         guard_reads(begun, build.__qualname__)
     if _OBJECTS_AS_IDS:  # the ids of objects that Dynamo holds, even of objects that it only traces
@@ -171,7 +173,8 @@ def _build(
         return tuple(argument(each) for each in value) if kind == "tuple" else value
 
     made = build(*map(argument, args), **{name: argument(each) for name, each in kwargs.items()})
-    if hasattr(made, "__dict__"):
+    if isinstance(made, BlockMask):
+        made = made._padded(made.lengths)  # others may hold the one that was made
         made.__dict__["_is_constant"] = True
     while len(vars(_kept)) >= MOST_KEPT:
         delattr(_kept, next(iter(vars(_kept))))

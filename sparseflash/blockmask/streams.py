@@ -28,12 +28,13 @@ class ReadyEvent:
 
     def __init__(self, made: Any) -> None:
         self._tensors = [x for x in tensors_in(made) if x.is_cuda]
+        self._streams: set[int] = set()  # that may read the tensors
         if self._tensors:
             self._device = self._tensors[0].device
             self._captured = is_capturing(self._device)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(self._device))
-            self._streams = {_number_of_stream(self._device.index)}  # streams that may read the tensors
+            self._streams.add(_number_of_stream(self._device.index))
 
     def wait(self) -> None:
         """Must be called before the current stream is given work that reads the tensors."""
@@ -51,6 +52,15 @@ class ReadyEvent:
         for tensor in self._tensors:
             tensor.record_stream(stream)  # keeps the memory from being reused while this stream reads it
         self._streams.add(number)
+
+
+def wait_for(first: ReadyEvent, *others: ReadyEvent) -> None:
+    """`wait` of each, for tensors on one device: the driver is asked once, not for each."""
+    is_ordinary = bool(first._tensors) and not is_capturing(first._device)
+    number = _number_of_stream(first._device.index) if is_ordinary else None
+    for each in (first, *others):
+        if number is None or number not in each._streams:
+            each.wait()
 
 
 def release_finished_graphs() -> None:

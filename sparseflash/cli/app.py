@@ -6,10 +6,9 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from sparseflash import __version__
@@ -41,9 +40,6 @@ from sparseflash.cli.output import (
 )
 
 # The commands import what they run, and with it PyTorch, when they run, because help should appear at once.
-if TYPE_CHECKING:
-    from sparseflash.cli import certificate
-
 app = typer.Typer(
     help="Block-sparse attention masks: the cost and the reach of a mask, and exactness and speed of attention with it "
     "on this machine.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
@@ -278,7 +274,7 @@ def check(
             say_json(kept)
         else:
             say(f"{found!r}", f"{where(found)}: errors relative to the allowed error")
-            console.print(_errors(results, thorough))
+            console.print(certificate.table(results, thorough))
             console.print(
                 "Exact: no error is larger than allowed."
                 if kept["exact"]
@@ -287,24 +283,6 @@ def check(
             say(*([] if keep is None else [f"Certificate: {keep}"]))
     if not kept["exact"]:
         raise typer.Exit(1)
-
-
-def _errors(results: list[tuple[certificate.Case, dict[str, float]]], thorough: bool) -> Table:
-    """The largest errors of each dtype, or of each dtype, head dim and number of key heads."""
-    from sparseflash.cli.check import NAMES
-
-    rows: dict[str, dict[str, float]] = {}
-    for case, errors in results:
-        label = f"{case.dtype}, D={case.head_dim}, {case.heads}:{case.kv_heads} heads" if thorough else case.dtype
-        known = rows.setdefault(label, dict.fromkeys(errors, 0.0))
-        rows[label] = {name: max(known[name], error) for name, error in errors.items()}
-    table = Table()
-    table.add_column("")
-    for name in NAMES:
-        table.add_column(name, justify="right")
-    for label, errors in rows.items():
-        table.add_row(label, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
-    return table
 
 
 @app.command()
@@ -368,25 +346,11 @@ def bench(
             f"{where(found)}; {shapes}",
             "ms; times: this time over that of sparseflash, above 1 it is slower",
         )
-        table = Table()
-        for column in ("", "forward", "times", "and backward", "times"):
-            table.add_column(column, justify="right" if column else "left")
-        for times in measured:
-            ours = measured[0]
-            cells = [*cells_of(times.forward, ours.forward), *cells_of(times.both, ours.both)]
-            table.add_row(Text(times.name + (f" ({times.why})" if times.why else "")), *cells)
-        console.print(table)
+        console.print(benchmark.table(measured))
         if found.device.type == "cpu":
             say("On a CPU sparseflash saves memory; it is not made for speed there. The kernels need an NVIDIA GPU.")
             if torch.get_num_threads() > 1:
                 say("If other programs keep the cores busy, OMP_NUM_THREADS=1 may be many times as fast.")
-
-
-def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:
-    """The table cells of a time and of its ratio to ours."""
-    if ms is None or ours is None:
-        return "-", "-"
-    return f"{ms:.3f}", f"{ms / ours:.2f}"
 
 
 def peers_of(text: str) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
@@ -185,3 +187,21 @@ def milliseconds(run: Callable[[], None], seconds: float) -> float:
     run()
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return float(1e3 * timer.blocked_autorange(min_run_time=seconds).median)
+
+
+def table(measured: Sequence[Times]) -> Table:
+    """The times, each with its ratio to the first."""
+    made, ours = Table(), measured[0]
+    for column in ("", "forward", "times", "and backward", "times"):
+        made.add_column(column, justify="right" if column else "left")
+    for times in measured:
+        cells = [*_cells(times.forward, ours.forward), *_cells(times.both, ours.both)]
+        made.add_row(Text(times.name + (f" ({times.why})" if times.why else "")), *cells)
+    return made
+
+
+def _cells(ms: float | None, ours: float | None) -> tuple[str, str]:
+    """The table cells of a time and of its ratio to ours."""
+    if ms is None or ours is None:
+        return "-", "-"
+    return f"{ms:.3f}", f"{ms / ours:.2f}"

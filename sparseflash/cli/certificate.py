@@ -7,6 +7,8 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 import torch
+from rich.table import Table
+from rich.text import Text
 
 from sparseflash import BlockMask
 from sparseflash.attention import Backend
@@ -81,3 +83,19 @@ def certificate(
         "allowed": ALLOWED,
         "cases": [{**case._asdict(), "errors": errors} for case, errors in found],
     }
+
+
+def table(results: list[tuple[Case, dict[str, float]]], thorough: bool) -> Table:
+    """The largest errors of each dtype, or of each dtype, head dim and number of key heads."""
+    rows: dict[str, dict[str, float]] = {}
+    for case, errors in results:
+        label = f"{case.dtype}, D={case.head_dim}, {case.heads}:{case.kv_heads} heads" if thorough else case.dtype
+        known = rows.setdefault(label, dict.fromkeys(errors, 0.0))
+        rows[label] = {name: max(known[name], error) for name, error in errors.items()}
+    made = Table()
+    made.add_column("")
+    for name in check.NAMES:
+        made.add_column(name, justify="right")
+    for label, errors in rows.items():
+        made.add_row(label, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
+    return made

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.bias import Bias
-from sparseflash.scores.change import Change, Scores
+from sparseflash.scores.change import Change, Scores, check_placed
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 from sparseflash.scores.key_bias import KeyBias
@@ -35,6 +35,7 @@ def tells_positions(changes: Scores) -> bool:
 
 def refuse_local(changes: Scores) -> None:
     """Raises ValueError for a Triton function and for values of live tiles: both take the places of one call."""
+    check_placed(changes, "over several ranks")
     if changes.find("tile_bias") is not None:
         raise ValueError(
             "scores must be without tile_bias over several ranks, whose calls have masks and tiles of their own; pass "

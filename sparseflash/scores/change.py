@@ -210,6 +210,14 @@ class Scores:
 
 
 PAIRS = ("bias", "tile_bias")  # kinds that have a number for every pair of a query and a key
+# Kinds whose tensors `packed.py`, `rows.py` and `distributed/scores.py` place where a call has the tokens and heads.
+PLACED = ("temperature", "softcap", "distance", "relative", "key_bias", *PAIRS, "function", "sink")
+
+
+def check_placed(changes: Scores, where: str) -> None:
+    """Raises ValueError for a kind that is not in PLACED: it would silently see the places of other tokens or heads."""
+    if others := [kind for kind in changes.kinds if kind not in PLACED]:
+        raise ValueError(f"scores {where} must be of {', '.join(PLACED)}; got {others[0]}.")
 
 
 def scores_of(given: object) -> Scores:

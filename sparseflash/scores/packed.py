@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from sparseflash.scores.change import Change, Scores
+from sparseflash.scores.change import Change, Scores, check_placed
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 from sparseflash.scores.grids import Grid
@@ -30,6 +30,7 @@ def packed(changes: Scores, q_sums: tuple[int, ...], k_sums: tuple[int, ...], de
 
     Raises ValueError for modifications that cannot tell sequences apart.
     """
+    check_placed(changes, "of packed sequences")
     sequences, found = Packed(q_sums, k_sums), list[Change]()
     distance: Distance | None = None
     function: Function | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -116,26 +117,53 @@ def with_positions(
 
 def _of_places(distance: Distance | None, function: Function | None, shift: int, is_packed: bool) -> Function:
     """The function of `with_positions`, without its tensors."""
-    is_log = None if distance is None else distance.is_log
+
+    def locate(b: Tensor, h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> Located:
+        query, key = given.pop(0)[q], given.pop(0)[k]
+        if not is_packed:
+            return Located(b, h, query, key, shift, (h,))
+        return Located(given.pop(0)[q], h, query, key, shift + given.pop(0)[q], (h,))
+
+    return of_located(locate, function, None if distance is None else distance.is_log)
+
+
+class Located(NamedTuple):
+    """Where a score is: the arguments of a function, and those of a distance and a table."""
+
+    batch: Tensor
+    head: Tensor
+    query: Tensor
+    key: Tensor
+    shift: int | Tensor  # from the position of the query to its position among the keys
+    of_head: tuple[Tensor, ...]  # the indices of the head's slope and table
+
+
+def of_located(
+    locate: Callable[[Tensor, Tensor, Tensor, Tensor, list[Tensor]], Located], function: Function | None,
+    is_log: int | None, *, has_table: bool = False,
+) -> Function:  # fmt: skip
+    """A distance, a table and a function, those that are given, of the positions that `locate` finds for b, h, q and k.
+
+    Its tensors are those that `locate` removes from the front of a list, the slopes, the four of a table, and those of
+    the function. is_log: of the distance; None without one.
+    """
 
     def placed(change: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-        def changed(
-            score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, *tensors: Tensor
-        ) -> Tensor:
-            query, key = queries[q], keys[k]
-            further: int | Tensor = shift
-            if is_packed:
-                numbers, shifts, *tensors = tensors  # type: ignore[assignment]
-                b, further = numbers[q], further + shifts[q]
+        def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
+            given = list(tensors)
+            at = locate(b, h, q, k, given)
             if is_log is not None:
-                slopes, *tensors = tensors  # type: ignore[assignment]
-                far = (query + further - key).abs().to(score.dtype)
-                score = score - slopes[h].to(score.dtype) * (far.log1p() if is_log else far)
-            return score if change is None else change(score, b, h, query, key, *tensors)
+                far = (at.query + at.shift - at.key).abs().to(score.dtype)
+                score = score - given.pop(0)[at.of_head].to(score.dtype) * (far.log1p() if is_log else far)
+            if has_table:
+                table, buckets, q_codes, k_codes = (given.pop(0) for _ in range(4))
+                score = score + table[(*at.of_head, buckets[q_codes[at.query] - k_codes[at.key]])]
+            return score if change is None else change(score, at.batch, at.head, at.query, at.key, *given)
 
         return changed
 
     if function is None:
         return Function(placed(None), ())
+    # Not `function` itself, whose tensors would stay in memory with the new one.
     derivative = None if function.derivative is None else placed(function.derivative)
     return Function(placed(function.function), (), derivative)

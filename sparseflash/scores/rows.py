@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.cache import BoundedDict
-from sparseflash.scores.change import Change, Scores, Sizes
-from sparseflash.scores.function import Function, function
+from sparseflash.scores.change import Change, Scores, Sizes, check_placed
+from sparseflash.scores.function import Function
+from sparseflash.scores.positions import Located, of_located
 
 _REFUSED = "tile_bias, which has values for the tiles of a mask that stays the same"
 _functions = BoundedDict(32)  # functions of rows, by `_Rule` and the identity of a user's function
@@ -39,6 +40,7 @@ def in_rows(
     by_place: dict[str, Change] = {}
     logits = None
     group = sizes.heads // kv_heads
+    check_placed(given, "of selected_attention")
     if given.find("tile_bias") is not None:  # before it is checked against a mask
         _refuse(_REFUSED)
     for change in given.prepared(sizes).changes:
@@ -80,39 +82,14 @@ class _Rule(NamedTuple):
 
     def made(self, own: Function | None) -> Function:
         """own: the user's function, which gets the changed score, the head, and the positions of query and key."""
-        # Not `own` itself, whose tensors would stay in memory with the function.
-        own_change, own_slope = (None, None) if own is None else (own.function, own.derivative)
 
-        def places(h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        def locate(b: Tensor, h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> Located:
             row = q % self.rows
             row = row if self.rows == self.group else row.clamp(max=self.group - 1)  # the others are padding
-            return row, q // self.rows, given.pop(0)[k] if self.has_tokens else k
+            key = given.pop(0)[k] if self.has_tokens else k
+            return Located(b, h * self.group + row, q // self.rows, key, self.shift, (h, row))
 
-        def added(score: Tensor, h: Tensor, row: Tensor, query: Tensor, key: Tensor, given: list[Tensor]) -> Tensor:
-            if self.is_log is not None:
-                distance = (query + self.shift - key).abs().to(score.dtype)
-                score = score - given.pop(0)[h, row] * (distance.log1p() if self.is_log else distance)
-            if self.has_relative:
-                table, buckets, q_codes, k_codes = (given.pop(0) for _ in range(4))
-                score = score + table[h, row, buckets[q_codes[query] - k_codes[key]]]
-            return score
-
-        def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            given = list(tensors)
-            row, query, key = places(h, q, k, given)
-            score = added(score, h, row, query, key, given)
-            if own_change is None:
-                return score
-            return own_change(score, b, h * self.group + row, query, key, *given)
-
-        def slope(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            assert own_slope is not None
-            given = list(tensors)
-            row, query, key = places(h, q, k, given)
-            score = added(score, h, row, query, key, given)
-            return own_slope(score, b, h * self.group + row, query, key, *given)
-
-        return function(change, derivative=None if own_slope is None else slope)
+        return of_located(locate, own, self.is_log, has_table=self.has_relative)
 
 
 def _of_places(

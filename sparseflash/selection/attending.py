@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
+from sparseflash.backends.chosen_blocks import block_attention
 from sparseflash.decode import Backend as Decoder
 from sparseflash.decode import attention_with_cache
 from sparseflash.grouped import selected_attention
@@ -18,6 +19,7 @@ from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
 _ROWS = 16  # with so many heads a group, tiles of one query waste nothing
+_FEW = 2  # a query's share of the keys, inverted, from which on it is few. Predicted, not measured
 
 
 class How(NamedTuple):
@@ -49,6 +51,9 @@ def over_chosen(
     k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
     if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and 16 <= span <= 256:
         return selected_attention(q, k, v, index, span=span, scale=how.scale, backend=how.backend)
+    if how.backend in (None, "triton") and _gathers(q, k, v, index, span, how):
+        scale = q.shape[3] ** -0.5 if how.scale is None else how.scale
+        return block_attention(q, k, v, index, span=span, causal=True, scale=scale)[0]
     if index.shape[1] == kv_heads and span < 16 and how.decodes:  # kernels that gather single tokens
         out: Tensor = token_attention(q, k, v, tokens_of(index, span), scale=how.scale, backend=how.decoder)
         return out
@@ -57,6 +62,15 @@ def over_chosen(
         group=heads // index.shape[1],
     )  # fmt: skip
     return attention(q, k, v, mask, scale=how.scale, backend=how.backend)
+
+
+def _gathers(q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, how: How) -> bool:
+    """Whether kernels that gather the queries of a block are faster than a mask."""
+    if q.device.type != "cuda" and how.backend is None:
+        return False
+    if q.shape[1] // index.shape[1] >= _ROWS or k.shape[2] < _FEW * index.shape[3] * span:
+        return False
+    return span >= 16 and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[3], v.shape[3]) <= 128
 
 
 def over_latent(

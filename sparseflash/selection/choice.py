@@ -20,6 +20,18 @@ def chunks(count: int, per_row: int) -> list[slice]:
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
+class Pool(NamedTuple):
+    """Blocks whose weight is a sum of weights of compressed keys (NSA's eq. 9).
+
+    Block i takes the keys from `parts * i - pieces + 1` to before `parts * (i + 1)`: each as often as pieces of its
+    block of tokens lie in block i, so `min(o + 1, parts, pieces, parts + pieces - 1 - o)` times the o-th of them.
+    """
+
+    blocks: int
+    parts: int
+    pieces: int
+
+
 class Candidates(NamedTuple):
     """The blocks that each query may choose from: those from `begins` to before `stops`, int32 `[Nq]`."""
 
@@ -41,20 +53,31 @@ def candidates_of(frame: Frame, span: int, *, step: int | None = None, whole: bo
 
 @torch.no_grad()
 def summed(
-    q: Tensor, k: Tensor, factors: Tensor, of: Candidates, rows: slice, *, scale: float | None = None
+    q: Tensor, k: Tensor, factors: Tensor, of: Candidates, rows: slice, *, scale: float | None = None,
+    pool: Pool | None = None,
 ) -> Tensor:  # fmt: skip
     """Scores `[B, Hkv, rows, Nk]`, summed over the query heads h of a key head:
 
         sum over h of factors[h, p] * ReLU(q[h, p] . k[s])                without scale: an indexer's
         sum over h of exp(scale * q[h, p] . k[s] - factors[h, p])         with scale: weights, from their lse
 
-    Those of keys that are no candidates do not matter, but weights are 0 there.
+    Those of keys that are no candidates do not matter, but weights are 0 there. With `pool`, the weights of its blocks.
     """
     if _sums(q, k):
         from sparseflash.masks.fused.summed_scores import summed_scores  # imports Triton
 
-        return summed_scores(q, k, factors, *of, rows.start, rows.stop - rows.start, scale=scale)
-    return by_operations(q[:, :, rows], k, factors[:, :, rows], None if scale is None else (scale, of, rows))
+        return summed_scores(q, k, factors, *of, rows.start, rows.stop - rows.start, scale=scale, pool=pool)
+    scores = by_operations(q[:, :, rows], k, factors[:, :, rows], None if scale is None else (scale, of, rows))
+    return scores if pool is None else _pooled(scores, pool)
+
+
+def _pooled(weights: Tensor, pool: Pool) -> Tensor:
+    """The weights of blocks, from those of compressed keys: see `Pool`."""
+    width = pool.parts + pool.pieces - 1
+    begin = torch.arange(width, device=weights.device)
+    share = torch.minimum(begin + 1, width - begin).clamp(max=min(pool.parts, pool.pieces)).to(weights.dtype)
+    weights = torch.nn.functional.pad(weights, (pool.pieces - 1, pool.blocks * pool.parts - weights.shape[3]))
+    return weights.unfold(-1, width, pool.parts) @ share
 
 
 def held(q: Tensor, k: Tensor) -> int:

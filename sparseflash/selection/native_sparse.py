@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.attending import over_chosen, over_near, over_past
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import best_blocks, candidates_of, held, summed
+from sparseflash.selection.choice import Pool, best_blocks, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.layer import SelectionLayer, checked_power
 
@@ -120,24 +119,13 @@ class NativeSparseAttention(SelectionLayer):
 
     def choice(self, q: Tensor, k_blocks: Tensor, lse: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, n]`, from the weights of the compressed branch."""
-        blocks, count = -(-frame.k_len // self.block), k_blocks.shape[2]
+        blocks = -(-frame.k_len // self.block)
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        pieces, parts = self.compression // self.stride, self.block // self.stride
-        # Pieces of a block of compressed keys that lie in a block: of the one that begins `pieces - 1` strides before
-        # it, one; and so on.
-        shares = F.conv1d(
-            torch.ones(1, 1, parts, device=q.device), torch.ones(1, 1, pieces, device=q.device), padding=pieces - 1
-        ).view(-1)
-
+        pool = Pool(blocks, self.block // self.stride, self.compression // self.stride)
         compressed = candidates_of(frame, self.compression, step=self.stride, whole=True)
-
-        def scores_of(rows: slice) -> Tensor:
-            weights = summed(q, k_blocks, lse, compressed, rows, scale=scale)
-            weights = F.pad(weights, (pieces - 1, blocks * parts - count))
-            return weights.unfold(-1, parts + pieces - 1, parts) @ shares.to(weights.dtype)
-
         return best_blocks(
-            scores_of, candidates_of(frame, self.block), blocks=blocks, k=self.chosen, first=self.first, last=self.last,
+            lambda rows: summed(q, k_blocks, lse, compressed, rows, scale=scale, pool=pool),
+            candidates_of(frame, self.block), blocks=blocks, k=self.chosen, first=self.first, last=self.last,
             per_row=held(q, k_blocks),
         )  # fmt: skip
 

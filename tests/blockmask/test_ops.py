@@ -163,14 +163,6 @@ def test_a_difference_keeps_the_lengths_of_the_left_and_honours_those_of_the_rig
         assert_is(result, left.to_dense() & ~b.with_lengths(shorter).to_dense())
 
 
-def test_one_length_serves_a_batch():
-    batch = masks.per_batch([masks.local(100, window=n, block=32) for n in (3, 7)])
-    padded = masks.causal(100, block=32).with_lengths(torch.tensor([50]))
-    for of_masks, of_dense in BINARY.values():
-        assert_is(of_masks(padded, batch), of_dense(padded.to_dense(), batch.to_dense()))
-        assert_is(of_masks(batch, padded), of_dense(batch.to_dense(), padded.to_dense()))
-
-
 def test_lengths_of_no_sequence_cannot_be_baked():
     with pytest.raises(ValueError, match="lengths must have at least one sequence to be written into the tiles; got"):
         masks.causal(64, block=16).with_lengths(torch.zeros(0, dtype=torch.int64)).bake_lengths()
@@ -251,12 +243,6 @@ def test_stacked_heads_keep_lengths_that_are_equal_only():
         [window.with_lengths(stops), past.with_lengths(stops.clone())]
     )
     assert masks.per_head([window.with_lengths(stops), past]).lengths is None
-
-
-def test_stacking_takes_masks_of_several_heads_and_blocks():
-    two = masks.per_head([masks.local(100, window=7, block=(16, 64)), masks.causal(100, block=(16, 64))])
-    three = masks.per_head([two, masks.butterfly(100, block=32)])
-    assert three.shape == (1, 3, 100, 100) and (three.block_q, three.block_k) == (16, 32)
 
 
 @pytest.mark.parametrize("stack", [masks.per_head, masks.per_batch])

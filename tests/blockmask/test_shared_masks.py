@@ -6,6 +6,7 @@ from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparseflash import BlockMask, clear_caches, masks
+from sparseflash.blockmask.cache import SMALL_MASK
 from sparseflash.blockmask.methods import conversion
 from tests.drawn.masks import block_masks
 
@@ -50,7 +51,7 @@ def test_lengths_are_those_of_each_mask():
 
 def test_large_and_dynamic_masks_are_moved_each_time():
     large = masks.butterfly(1 << 17, block=16)
-    assert large.nbytes > conversion._SHARED_BYTES
+    assert large.nbytes > SMALL_MASK
     dynamic = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=64, block=16)
     for mask in (large, dynamic):
         assert mask.to("meta").indices is not mask.to("meta").indices

@@ -46,11 +46,6 @@ def test_bidirectional_window_reaches_half_of_it_to_each_side(q_len, window, blo
     assert_keeps(masks.local(q_len, window=window, block=block), (q - k).abs() <= window // 2)
 
 
-def test_a_window_longer_than_the_sequence_is_dense_or_causal():
-    assert masks.local(100, window=1000, block=32) == BlockMask.dense(100, block=32)
-    assert masks.local(100, window=1000, causal=True, block=32) == masks.causal(100, block=32)
-
-
 @given(
     lengths(MOST),
     lengths(MOST),
@@ -145,14 +140,6 @@ def test_the_lower_triangle_of_the_xor_form_would_not_reach_the_past():
     triangle = masks.butterfly(16 * 8, block=16).to_dense()[0, 0].tril()
     reach = reached(BlockMask.from_dense(triangle, block=16), 20)
     assert not reach[4, 3] and not reach[6, 5]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_butterfly_without_factors_is_the_diagonal(causal):
-    layout = torch.eye(7, dtype=torch.bool)
-    diagonal = BlockMask.from_layout(layout, block=16, q_len=100, k_len=100).to_dense()[0, 0]
-    expected = diagonal.tril() if causal else diagonal
-    assert_keeps(masks.butterfly(100, block=16, factors=0, causal=causal), expected)
 
 
 # ---------------------------------------------------------------------- cost

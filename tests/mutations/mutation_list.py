@@ -37,7 +37,7 @@ MUTATIONS = [
     ),
     Mutation(
         "Hopper forward: the maximum lags behind by 2^20",
-        f"{HOPPER}/forward.py",
+        f"{HOPPER}/forward_softmax.py",
         "SLACK = gl.constexpr(8.0)",
         "SLACK = gl.constexpr(20.0)",
         "tests/backends/triton/hopper/test_hopper_forward.py::"
@@ -94,9 +94,9 @@ MUTATIONS = [
     ),
     Mutation(
         "selected_attention: positions of rows begin at the first key",
-        "sparseflash/scores/rows.py",
-        "distance = (query + self.shift - key).abs()",
-        "distance = (query - key).abs()",
+        "sparseflash/scores/positions.py",
+        "(at.query + at.shift - at.key).abs()",
+        "(at.query - at.key).abs()",
         "tests/test_grouped.py::test_modifications_by_head_and_position_are_of_query_heads",
     ),
     Mutation(
@@ -150,7 +150,7 @@ MUTATIONS = [
     ),
     Mutation(
         "Hopper lengths: only 128 tiles are counted",
-        f"{HOPPER}/forward.py",
+        f"{HOPPER}/forward_loader.py",
         "for first in range(start, stop, CHUNK):",
         "for first in range(start, start + 1, CHUNK):",
         "tests/backends/triton/hopper/test_hopper_forward.py::test_lengths_cut_lists_of_more_than_128_tiles",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.selection import choice
-from sparseflash.selection.choice import Candidates, best_blocks, by_operations, summed
+from sparseflash.selection.choice import Candidates, Pool, best_blocks, by_operations, summed
 from tests.drawn.masks import SEEDS
 from tests.masks.chosen_blocks import by, coarse, distinct, generator
 from tests.selection.layers import KINDS, example_of, sequence
@@ -27,6 +27,8 @@ def candidates(rows, blocks, seed):
 )  # fmt: skip
 @example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)  # several parts of a row
 @example(2, 5000, 700, 0, 0, distinct, 1 << 20, 1)
+@example(2, 2048, 2048, 0, 0, coarse, 1 << 20, 2)  # in registers
+@example(1, 6000, 4200, 0, 1, distinct, 1 << 20, 3)  # too many for registers
 def test_the_largest_of_a_row_are_those_of_a_sort(rows, blocks, k, first, last, make, at_once, seed):
     scores = make((2, 3, rows, blocks), seed)
     scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a sort takes NaN for the largest
@@ -71,6 +73,33 @@ def test_scores_summed_over_heads_are_those_of_operations(rows, keys, heads, dim
     if scale is None:  # weights are 0 there
         got, want = got.masked_fill(~live, 0.0), want.masked_fill(~live, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 300), st.sampled_from([(1, 1), (4, 2)]), st.sampled_from([3, 24]),
+    st.sampled_from([(1, 1), (4, 2), (2, 4), (1, 3), (16, 8)]), st.sampled_from([torch.float32, torch.float16]), SEEDS,
+)  # fmt: skip
+@example(5, 290, (4, 2), 24, (4, 2), torch.float16, 0)  # several tiles, and a head dim in two pieces
+def test_weights_of_blocks_are_those_of_operations(rows, keys, heads, dim, parts_and_pieces, dtype, seed):
+    parts, pieces = parts_and_pieces
+    q, k = (
+        torch.randn(2, *shape, generator=generator(seed + i)).to(dtype)
+        for i, shape in enumerate([(heads[0], rows, dim), (heads[1], keys, dim)])
+    )
+    of, part = candidates(rows, keys, seed), slice(rows // 3, rows)
+    lse = torch.where(of.begins < of.stops, torch.randn(2, heads[0], rows, generator=generator(seed)), -torch.inf)
+    # The last keys begin in a block that has not ended.
+    pool = Pool(-(-(keys + pieces) // parts), parts, pieces)
+    with by("kernels"):
+        got = summed(q, k, lse, of, part, scale=0.7, pool=pool)
+    weights = by_operations(q[:, :, part].double(), k.double(), lse[:, :, part].double(), (0.7, of, part))
+    want = torch.zeros(*weights.shape[:3], pool.blocks, dtype=torch.float64)
+    for key in range(keys):  # its pieces are those from `key` on
+        for piece in range(key, key + pieces):
+            if piece // parts < pool.blocks:
+                want[..., piece // parts] += weights[..., key]
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(summed(q, k, lse, of, part, scale=0.7, pool=pool).double(), want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])

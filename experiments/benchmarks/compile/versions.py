@@ -30,7 +30,7 @@ _HOPPER = (
     (64, 64, ""), (128, 128, ""), (128, 128, "lengths parts"), (128, 128, "small"), (64, 64, "softcap"),
     (128, 128, "alibi learned"), (128, 128, "table learned"), (128, 128, "key_bias learned"),
     (128, 128, "bias learned"), (64, 64, "tile_bias learned dead"), (80, 80, ""), (192, 128, ""), (256, 256, ""),
-    (64, 64, "small spread"), (128, 128, "small spread"), (128, 128, "few"),
+    (64, 64, "small spread"), (128, 128, "small spread"),
 )  # fmt: skip
 COLUMNS = ("instructions", "registers", "spilled", "shared", "serialised")
 _NOTABLE = 0.03  # a relative difference of instructions

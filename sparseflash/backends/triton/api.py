@@ -13,7 +13,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
-from sparseflash.backends.triton.availability import check_runs
+from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import KernelChoice
 from sparseflash.backends.triton.launch.launches import like

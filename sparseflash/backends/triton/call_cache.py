@@ -25,11 +25,13 @@ from sparseflash.blockmask.cache import BoundedDict, mask_cache
 from sparseflash.scores.change import Change, Scores
 
 if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.dynamic_forward import DynamicForward
     from sparseflash.backends.triton.prepared_call import PreparedCall
 
 _MOST = 64  # per mask; a program with more layouts would not gain from the cache
 _HALF = (torch.float16, torch.bfloat16)
 _dense_calls = BoundedDict(_MOST)
+_dynamic_calls = BoundedDict(_MOST)  # of all dynamic masks: see `DynamicForward`
 
 # The cached calls of a mask, and the key of one of them. A plain tuple is the fastest.
 Place = tuple[BoundedDict, Any]
@@ -40,8 +42,8 @@ def place_of(
 ) -> Place | None:
     """Where a call is or will be cached; None unless it is a plain call in half precision, without autocast.
 
-    Not for fp32, whose arithmetic depends on a PyTorch setting, dynamic masks, which are new at every step, and invalid
-    arguments, which the checks then report.
+    Not for fp32, whose arithmetic depends on a PyTorch setting, gradients through dynamic masks, which are new at every
+    step, and invalid arguments, which the checks then report.
     """
     if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call()):
         return None
@@ -55,19 +57,32 @@ def place_of(
         return None
     if mask is None:
         calls, lengths = _dense_calls, None
-    elif type(mask) is BlockMask and not mask.dynamic:
+    elif type(mask) is not BlockMask:
+        return None
+    elif mask.dynamic:
+        return _place_of_dynamic(layouts, q, k, v, mask, scale, kernels)
+    else:
         cache = mask_cache(mask.indices)
         found = cache.get("calls")
         calls = found if found is not None else cache.setdefault("calls", BoundedDict(_MOST))
         lengths = None if mask.lengths is None else mask.lengths.shape
-    else:
-        return None
     # Kernels that were asked for by name may serve the forward alone, which is an error if gradients are needed.
     insisted = bool(kernels) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     key = layouts, scale, lengths, insisted, kernels
     if lengths is not None and lengths[1:] != q.shape[:1]:  # slices, for a q without dimensions
         return None
     return calls, key
+
+
+def _place_of_dynamic(
+    layouts: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, kernels: str
+) -> Place | None:
+    if mask.lengths is not None:
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    arrays = native.module().layouts(mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)
+    return None if arrays is None else (_dynamic_calls, (layouts, arrays, mask._numbers(), scale, kernels))
 
 
 class Run:
@@ -102,6 +117,11 @@ class Run:
         dq, dk, dv, learned = self._call.scored_backward(dout, dlse, saved, lengths, None, changes, self._wanted)
         return dq, dk, dv, *in_dtypes_of(tensors, learned)
 
+    def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
+        if self._changes is not None:
+            return None
+        return self._call.repeated_backward(dout, saved, None if self._mask is None else self._mask.lengths)
+
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor | None, ...]:
@@ -123,6 +143,9 @@ def repeated(
     Score modifications that `Scores.prepared` replaces, such as tables by distance, are not found.
     """
     calls, key = place
+    if calls is _dynamic_calls:
+        forward: DynamicForward | None = calls.get(key) if scores is None else None
+        return None if forward is None or mask is None else forward(q, k, v, mask)
     if scores is None:
         call: PreparedCall | None = calls.get(key)
         return None if call is None else call_directly(Run(call, mask), q, k, v, have_memory=True)
@@ -147,6 +170,8 @@ def first(
 
     calls, key = place
     tensors = [] if changes is None else changes.tensors()
+    if calls is _dynamic_calls and mask is not None:
+        return _first_of_dynamic(key, q, k, v, mask, problem, changes)
     if changes is not None:
         if not are_plain(*tensors):
             return api.scored_attention(q, k, v, problem, changes)
@@ -159,6 +184,26 @@ def first(
         call.prepare_forward(*as_recorded(q, k, v), changes)
         calls.put(key, call)
     return call_directly(Run(call, mask, changes, tensors), q, k, v, *tensors)
+
+
+def _first_of_dynamic(
+    key: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, problem: Problem, changes: Scores | None
+) -> tuple[Tensor, Tensor]:
+    """Plans this mask, and prepares the forward of others."""
+    from sparseflash.backends.triton import api
+    from sparseflash.backends.triton.portable.dynamic_forward import dynamic_forward
+    from sparseflash.backends.triton.prepared_call import prepared
+
+    api.check_gradients(q, k, v, problem, changes)
+    if changes is not None:
+        return api.scored_attention(q, k, v, problem, changes)
+    found = api.attention(q, k, v, problem)
+    if key not in _dynamic_calls:
+        call = prepared(q, k, v, problem)
+        made = None if call.forward is None else dynamic_forward(call.forward, call.setting, mask)
+        if made is not None:
+            _dynamic_calls.put(key, made)
+    return found
 
 
 def _key_with(key: Any, changes: Scores, tensors: Sequence[Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.blockmask import streams
@@ -31,6 +32,23 @@ def runs_kernels(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and architecture_of(torch.cuda.get_device_capability(device)).is_supported
+
+
+def check_runs(q: Tensor) -> None:
+    """Raises TypeError or RuntimeError unless the kernels run on q's device in q's dtype."""
+    from sparseflash.backends.triton.availability import INTERPRETED  # needs Triton; the rest of this module does not
+
+    if INTERPRETED and q.device.type != "meta":
+        if q.dtype == torch.bfloat16:
+            raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")
+        return
+    if q.device.type != "cuda":
+        raise RuntimeError(
+            f"Triton's kernels run on NVIDIA GPUs; got tensors on {q.device}. Use backend='blockwise' (for a "
+            "cache 'reference'), or set TRITON_INTERPRET=1 before the first import to run the kernel slowly in "
+            "Triton's interpreter, on the CPU."
+        )
+    check_device(q.device)
 
 
 @bounded(maxsize=64)

@@ -57,7 +57,6 @@ class Kind(NamedTuple):
     learned: tuple[str, ...]  # the ones whose tensors need gradients
     backward: bool
     v_dim: int = 0  # 0 if it equals `dim`
-    few: bool = False  # a backward of few queries of many keys
 
 
 class Verdict(NamedTuple):
@@ -111,8 +110,6 @@ def _unmeasured() -> str:
 
 def kind_of(request: Request) -> Kind:
     """The kind of the kernels that serve a request."""
-    from sparseflash.backends.triton.hopper.choices import has_few_queries  # needs Triton
-
     decay = "log_decay" if request.logarithmic else "alibi"
     changes, learned = (
         tuple(decay if each == "distance" else each for each in kinds) for kinds in (request.changes, request.learned)
@@ -123,7 +120,6 @@ def kind_of(request: Request) -> Kind:
     return Kind(
         str(request.dtype).removeprefix("torch."), request.dims[0], small, request.lengths, changes, learned,
         request.backward, request.dims[1] if request.dims[1] != request.dims[0] else 0,
-        request.backward and has_few_queries(request.tokens, request.keys),
     )  # fmt: skip
 
 

@@ -62,20 +62,16 @@ def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
     """Random inputs that these kernels serve. cut: inputs whose long rows are split."""
     block = 64 if kind.small else 128
     batch, heads, kv_heads, tokens = (1, 1, 1, _CUT_LENGTH) if cut else (2, 4, 2, _LENGTH)
-    q_len = tokens // 5 if kind.few else tokens
-    offset = tokens - q_len
     if cut:
-        layout = torch.eye(tokens // block, dtype=torch.bool)[: -(-q_len // block)]
+        layout = torch.eye(tokens // block, dtype=torch.bool)
         layout[0] = layout[:, 0] = True
-        mask = BlockMask.from_layout(layout, q_len=q_len, k_len=tokens, block=block)
+        mask = BlockMask.from_layout(layout, q_len=tokens, k_len=tokens, block=block)
     else:
-        mask = BlockMask.from_function(
-            lambda q, k: (k <= q + offset) & (q + offset - k < 600) | (k < 9), q_len, tokens, block=block
-        )
+        mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 600) | (k < 9), tokens, tokens, block=block)
     if kind.lengths:
         ends = [5, tokens - 250]
         mask = mask.with_lengths(
-            q_lengths=[max(q_len - end, 20) for end in ends[:batch]], k_lengths=[tokens - end for end in ends[:batch]]
+            q_lengths=[max(tokens - end, 20) for end in ends[:batch]], k_lengths=[tokens - end for end in ends[:batch]]
         )
     generator = torch.Generator().manual_seed(0)
 
@@ -83,9 +79,9 @@ def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
         return torch.randn(shape, generator=generator)
 
     dtype = getattr(torch, kind.dtype)
-    sizes = (heads, q_len, kind.dim), (kv_heads, tokens, kind.dim), (kv_heads, tokens, kind.v_dim or kind.dim)
+    sizes = (heads, tokens, kind.dim), (kv_heads, tokens, kind.dim), (kv_heads, tokens, kind.v_dim or kind.dim)
     q, k, v = (drawn(batch, *each).to(device, dtype) for each in sizes)
-    pairs = (batch, heads, *((len(mask.indices), block, block) if "tile_bias" in kind.changes else (q_len, tokens)))
+    pairs = (batch, heads, *((len(mask.indices), block, block) if "tile_bias" in kind.changes else (tokens, tokens)))
     shapes = {
         "alibi": (heads,), "log_decay": (heads,), "sink": (heads,), "relative": (heads, 32),
         "key_bias": (batch, heads, tokens), "bias": pairs, "tile_bias": pairs,

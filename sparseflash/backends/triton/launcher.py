@@ -21,6 +21,7 @@ from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.direct_start import Parameter, kernel_of, loaded, parameters_of_compiled
 from sparseflash.backends.triton.versions import MEASURED, triton_version
+from sparseflash.blockmask.cache import bounded
 from sparseflash.cuda_driver import raise_if_failed
 from sparseflash.limits import check_count
 
@@ -202,6 +203,18 @@ class Launch:
         for (slot, describe), x in zip(self._slots, given, strict=True):
             arguments[slot] = x if describe is None else describe(x)
         return arguments
+
+
+def launches_of(function: Any, *, num_warps: int, num_stages: int, most: int = 64) -> Callable[..., Launch]:
+    """Makes `Launch.of_all_arguments` for a device and everything that Triton specialises on, its arguments: once for
+    each, of which the last `most` are kept.
+    """
+
+    @bounded(maxsize=most)
+    def launch(device: torch.device, *specialised: object) -> Launch:
+        return Launch.of_all_arguments(function, device, num_warps=num_warps, num_stages=num_stages)
+
+    return launch
 
 
 class BoundLaunch:

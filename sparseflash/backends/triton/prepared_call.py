@@ -17,10 +17,9 @@ from sparseflash.backends.triton import native
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.device import refuse_to_record
-from sparseflash.backends.triton.dispatch import Decision, decide, has_short_tiles
+from sparseflash.backends.triton.dispatch import Decision, decide, has_short_tiles, warn_if_slower
 from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, Request, Setting
 from sparseflash.backends.triton.launch.launches import like
-from sparseflash.backends.triton.notice import warn_if_slower
 from sparseflash.backends.triton.schedule.plan import dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 from sparseflash.dropout import Dropout
@@ -146,18 +145,27 @@ class PreparedCall:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
-        key = None
-        if dlse is None and saved.kept is None:  # as in most trainings; others take the longer way
-            key = native.module().layouts(dout, *saved[:5])
-            run: BackwardPass | None = None if key is None else self._read_as_they_are.get(key)
-            if run is not None:
-                return run(dout, None, saved, lengths, dropout)
         given = dout, dlse, saved
         dout, dlse, saved = as_kernels_read(*given)
         run = self.backward_pass(*saved[:4], dout, dlse=dlse is not None)
-        if key is not None and dout is given[0] and saved is given[2]:
-            self._read_as_they_are.put(key, run)
+        if dlse is None and saved.kept is None and dout is given[0] and saved is given[2]:
+            key = native.module().layouts(dout, *saved[:5])
+            if key is not None:
+                self._read_as_they_are.put(key, run)
         return run(dout, dlse, saved, lengths, dropout)
+
+    def repeated_backward(
+        self, dout: Tensor, saved: Sequence[Any], lengths: Tensor | None
+    ) -> tuple[None, Tensor, Tensor, Tensor] | None:
+        """None and the gradients of q, k and v, in the fewest steps; None for tensors that no earlier `backward` read
+        as they were. For calls without dropout, as in most trainings; see `direct.Differentiable`.
+        """
+        q, k, v, out, lse, kept, *_ = saved
+        key = native.module().layouts(dout, q, k, v, out, lse)
+        run: BackwardPass | None = None if key is None or kept is not None else self._read_as_they_are.get(key)
+        if run is None:
+            return None
+        return None, *run(dout, None, Saved(q, k, v, out, lse, None), lengths, None)
 
     def scored_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,

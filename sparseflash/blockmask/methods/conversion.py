@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import checked_device
-from sparseflash.blockmask.cache import BoundedDict, mask_cache, once
+from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict, mask_cache, once
 from sparseflash.blockmask.compiling import constant_if_its_mask_is, is_faking
 from sparseflash.blockmask.csr import stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 _HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is moved to a GPU
-_SHARED_BYTES = 1 << 16  # masks up to this size are compared by their contents, which takes a few microseconds
 _SHARING = ["cuda"]  # kinds of devices on which equal masks share their arrays; tests add another
 _shared = BoundedDict(64)  # masks without lengths on these devices, by their contents
 
@@ -39,7 +38,7 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
     True
 
     `non_blocking` is accepted because trainers pass it to `to` of a batch; it changes nothing. A copy to a GPU
-    never waits for the kernels in its queue, and a copy to the CPU always waits. Equal masks of up to 64 KiB that are
+    never waits for the kernels in its queue, and a copy to the CPU always waits. Equal masks of up to 128 KiB that are
     moved to a GPU share their arrays there, so a small mask that is made anew at every step is copied and planned once.
     """
     device = checked_device(device)
@@ -51,14 +50,12 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
         raise ValueError(f"mask must have contents to be moved to {device}; it is on the meta device, without any.")
     if not (device.type in _SHARING and mask.device.type == "cpu" and _may_be_shared(mask, device)):
         return _moved(mask, device)
-    whole = mask._padded(None)
-    contents = [x.numpy().tobytes() for x in whole._arrays() if x is not None]
 
     def make() -> BlockMask:
         with torch.inference_mode(False):  # otherwise a later training step could not use it
-            return _moved(whole, device)
+            return _moved(mask._padded(None), device)
 
-    there = once(_shared, (device, *whole._numbers(), whole.pattern.shape, *contents), make)
+    there = once(_shared, (device, _contents(mask)), make)
     return there if mask.lengths is None else there._padded(to_device([mask.lengths], device)[0])
 
 
@@ -66,7 +63,17 @@ def _may_be_shared(mask: BlockMask, device: torch.device) -> bool:
     """Whether a mask on the CPU is small, and its contents can be read now."""
     if mask.dynamic or torch.compiler.is_compiling() or is_faking() or is_capturing(device):
         return False
-    return mask.nbytes <= _SHARED_BYTES
+    return mask.nbytes <= SMALL_MASK
+
+
+def _contents(mask: BlockMask) -> tuple[Any, ...]:
+    """What equal masks have in common, lengths aside. Computed once, so that Python hashes the bytes once."""
+    cache = mask_cache(mask.indices)
+    found: tuple[Any, ...] | None = cache.get("contents")
+    if found is None:
+        arrays = mask.indptr, mask.indices, mask.tile, mask.bits, mask.pattern
+        found = cache["contents"] = *mask._numbers(), mask.pattern.shape, *[x.numpy().tobytes() for x in arrays]
+    return found
 
 
 def _moved(mask: BlockMask, device: torch.device) -> BlockMask:

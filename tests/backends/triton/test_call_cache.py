@@ -236,7 +236,8 @@ def test_only_plain_calls_in_half_precision_are_cached():
     assert place_of(*tensors(dtype=torch.float32), mask) is None
     assert place_of(*half, mask.with_lengths([30])) is not None
     assert place_of(*half, mask.with_lengths([30, 20])) is None
-    assert place_of(*half, dynamic) is None
+    assert place_of(*half, dynamic) is not None and place_of(*half, dynamic.with_lengths([30])) is None
+    assert place_of(half[0].clone().requires_grad_(), *half[1:], dynamic) is None
     assert place_of(*half, mask, torch.tensor(0.5)) is None
     assert place_of(*half, "mask") is None
     assert place_of(half[0], half[1], None, mask) is None
@@ -319,6 +320,48 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
             got = gradients(q, k, v, mask, *each)
             assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
     assert checks.call_count == 0
+
+
+def test_a_repeated_backward_is_short():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    mask, dout = mask_of(), torch.ones(1, 2, TOKENS, 16, dtype=torch.float16)
+
+    def both():
+        with torch.autograd.set_multithreading_enabled(False):  # otherwise another thread runs it, unseen
+            torch.autograd.grad(attention(q, k, v, mask, backend="triton"), (q, k, v), dout)
+
+    found = functions_of(both)
+    found = found[found.index("backward") :]
+    assert found.count("started") == 1 and len(found) <= 15, found
+
+
+def test_a_repeated_backward_is_only_for_plain_gradients_of_plain_tensors():
+    mask, (q, k, v) = mask_of(), tensors()
+    dout = torch.randn(1, 2, TOKENS, 16, generator=torch.Generator().manual_seed(1)).half()
+    want = [gradients(q, k, v, mask, x) for x in (dout, 2 * dout)]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    several = torch.stack([dout, 2 * dout])
+    got = torch.autograd.grad(run(*leaves, mask)[0], leaves, several, is_grads_batched=True)
+    for each, *of_gradients in zip(got, *want, strict=True):
+        torch.testing.assert_close(each, torch.stack(of_gradients), rtol=2e-3, atol=2e-3)
+
+    class Marked(torch.Tensor):
+        pass
+
+    marked = torch.autograd.grad(run(*leaves, mask)[0], leaves, dout.as_subclass(Marked))
+    assert all(torch.equal(a.as_subclass(torch.Tensor), b) for a, b in zip(marked, want[0], strict=True))
+
+    def unpack(x):  # in another layout
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if x.ndim == 4 else x
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        out, _ = run(*leaves, mask)
+    got = torch.autograd.grad(out, leaves, dout)
+    assert all(torch.equal(a, b) for a, b in zip(got, want[0], strict=True))
+    out, _ = run(*leaves, mask)
+    (first, *_) = torch.autograd.grad(out, leaves, dout, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="gradients of"):
+        torch.autograd.grad(first.sum(), leaves)
 
 
 @pytest.mark.parametrize("change", [None, scores.alibi(torch.ones(2))], ids=["plain", "alibi"])

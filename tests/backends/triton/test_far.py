@@ -22,7 +22,7 @@ from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.launcher import Launch, Variant
-from sparseflash.backends.triton.persistent import backward_plan
+from sparseflash.backends.triton.persistent import backward_plan, fused_plan
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.limits import COUNT, FAR, MOST_TOKENS, is_near
@@ -257,7 +257,7 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
         with pytest.raises(ValueError, match=r"live tiles of all heads must be at most 59 for .* got 60\..*'triton'"):
             backward_plan.check_entries(lists, pattern, 512, 512)
         with pytest.raises(ValueError, match="live tiles of all heads must be at most 59"):
-            backward_plan.backward_plan(lists, pattern, 3, 512, 512, programs=4)
+            fused_plan.backward_plan(lists, pattern, pattern, 3, 512, 512, programs=4)
     q = empty((2, 3, 1 << 17, 128), (3 << 24, 1 << 24, 128, 1))
     setting = setting_of(q, q, Problem.of(None, scale=1.0), (9, 0), torch.device("cpu"))
     request = Request.of(setting, q, q, backward=True)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from sparseflash import attention, explain, masks, scores
+from sparseflash import attention, attention_varlen, explain, masks, scores
 from sparseflash.backends.triton.changes import kinds
+from sparseflash.distributed.scores import refuse_local
+from sparseflash.grouped import selected_attention
 from sparseflash.scores.change import Scores, Sizes
 from sparseflash.scores.parts import put_together
 from tests.backends.triton.hopper.hopper_problems import interpreted
@@ -94,3 +96,16 @@ def test_beside_others_they_refuse_it_by_name():
     change = Scores((LearnedCap(torch.ones(2)),))
     found = explain(q, q, q, masks.causal(256, block=128), scores=change + scores.softcap(3.0), capability=(9, 0))
     assert "only alone or beside a sink; got it beside softcap" in str(found)
+
+
+def test_calls_that_place_tokens_or_heads_refuse_it_until_they_place_its_tensors():
+    """Otherwise a head would get the parameter of another head, without a word."""
+    change, q, packed = Scores((LearnedCap(torch.ones(2)),)), torch.zeros(1, 2, 64, 16), torch.zeros(64, 2, 16)
+    index = torch.zeros(1, 2, 64, 1, dtype=torch.int64)
+    for call, where in (
+        (lambda: attention_varlen(packed, packed, packed, [0, 20, 64], scores=change), "of packed sequences"),
+        (lambda: selected_attention(q, q, q, index, scores=change), "of selected_attention"),
+        (lambda: refuse_local(change), "over several ranks"),
+    ):
+        with pytest.raises(ValueError, match=f"scores {where} must be of temperature, .* sink; got learned_cap"):
+            call()

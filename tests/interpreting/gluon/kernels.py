@@ -24,7 +24,7 @@ class Interpreted:
     """A kernel of a module, which replaces it where the launcher finds it.
 
     `seed`: of the interleaving. `change`: edits the source, to check that a fault is noticed. `others`: the same for
-    modules of score modifications, by path.
+    modules that the kernel imports and for those of score modifications, by path.
     """
 
     def __init__(self, module, name, seed=0, change=lambda source: source, others=None):
@@ -39,7 +39,7 @@ class Interpreted:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             world = World(random.Random(self.seed), threads=32 * options["num_warps"])
-            kernel = _functions(self.source, self.path, world)[self.name]
+            kernel = _functions(self.source, self.path, world, self.others)[self.name]
             given = zip(self.arg_names, arguments, strict=True)
             named = {name: _as_argument(x, world, self.others) for name, x in given}
             for program in range(grid[0]):
@@ -66,20 +66,24 @@ def _interpreted_functions(kind, world, others):
     for name, function in vars(kind).items():
         if isinstance(function, GluonJITFunction):
             module = importlib.import_module(function.__module__)
-            change = others.get(module.__file__, lambda source: source)
-            found = _functions(change(inspect.getsource(module)), module.__file__, world)
+            found = _functions_of(module, world, others)
             setattr(kind, name, found[function.__name__])
     return kind
 
 
-def _functions(source, path, world):
+def _functions_of(module, world, others):
+    change = others.get(module.__file__, lambda source: source)
+    return _functions(change(inspect.getsource(module)), module.__file__, world, others)
+
+
+def _functions(source, path, world, others):
     imports, code = _compiled(source, path)
-    names = {**_names_of_ours(imports, world), **names_of_gluon(world)}
+    names = {**_names_of_ours(imports, world, others), **names_of_gluon(world)}
     exec(code, names)
     return names
 
 
-@lru_cache(32)
+@lru_cache(64)
 def _compiled(source, path):
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -96,14 +100,14 @@ def _is_of_host(node):
     return isinstance(node, (ast.ClassDef, ast.If))
 
 
-def _names_of_ours(imports, world):
+def _names_of_ours(imports, world, others):
     found = {}
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
             module = importlib.import_module(node.module)
             given = {each.asname or each.name: getattr(module, each.name) for each in node.names}
             if any(isinstance(x, GluonJITFunction) for x in given.values()):
-                replaced = _functions(inspect.getsource(module), module.__file__, world)
+                replaced = _functions_of(module, world, others)
                 given |= {each.asname or each.name: replaced[each.name] for each in node.names if each.name in replaced}
             found |= given
     return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}

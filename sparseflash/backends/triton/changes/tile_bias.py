@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.changes.pair_bias import dtype_of_parts
+from sparseflash.backends.triton.changes.pair_bias import apply, dtype_of_parts
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.scores.tile_bias import StoredTiles
@@ -41,15 +41,6 @@ def load(
         return tl.load(values, mask=along_queries(q < at.q_length, TRANSPOSED), other=0.0)
     else:
         return tl.load(values)
-
-
-@triton.jit
-def apply(
-    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Adds the loaded tile."""
-    return scores + read.to(tl.float32), ()
 
 
 @triton.jit

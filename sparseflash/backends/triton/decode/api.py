@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.cached import Cached
-from sparseflash.backends.triton.availability import INTERPRETED, check_runs
+from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.decode.changes import Changes
 from sparseflash.backends.triton.decode.kernels import Shape, combine_kernel, decode_kernel
-from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.device import check_runs, multiplies_in_tf32
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded

@@ -33,7 +33,7 @@ from sparseflash.backends.triton.launch.launches import (
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.persistent import fused_plan
-from sparseflash.backends.triton.persistent.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
+from sparseflash.backends.triton.persistent.backward_plan import ITEM_COUNT, BackwardPlan, items_alone
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
@@ -267,8 +267,8 @@ class Backward:
 
 
 def planned_backward(plan: Plan, programs: int, tile: tuple[int, int] = BLOCK) -> BackwardPlan:
-    """The plan that the backward walks, from the cache of `plan`. Waits for the device, once, unless the mask is
-    dynamic.
+    """The plan that the backward walks, from the cache of `plan`: on a CPU, only its items. Waits for the device, once,
+    unless the mask is dynamic.
     """
     return plan.derived(("hopper backward", tile, programs), lambda: _planned(plan, programs, tile))
 
@@ -276,11 +276,11 @@ def planned_backward(plan: Plan, programs: int, tile: tuple[int, int] = BLOCK) -
 def _planned(plan: Plan, programs: int, tile: tuple[int, int]) -> BackwardPlan:
     lists = plan.lists.get(1, Tiling(*reversed(tile))).to(plan.device)  # small masks are planned on the host
     lists.ready.wait()
-    sizes = plan.pattern, plan.kv_heads, *plan.lists.tokens
-    may_wait = plan.lists.reusable
-    if plan.device.type != "cuda" or not fused_plan.can_plan(lists, plan.pattern, programs):
-        return backward_plan(lists, *sizes, programs=programs, may_wait=may_wait)
+    (q_len, k_len), may_wait = plan.lists.tokens, plan.lists.reusable
+    if plan.device.type != "cuda":
+        return items_alone(lists, plan.pattern, plan.kv_heads, k_len, programs=programs, may_wait=may_wait)
     rows = plan.lists.get(0, Tiling(*tile))
     rows.ready.wait()
     (counted,) = to_device((rows.count,), plan.device)
-    return fused_plan.backward_plan(lists, counted, *sizes, programs=programs, may_wait=may_wait)
+    sizes = plan.kv_heads, q_len, k_len
+    return fused_plan.backward_plan(lists, counted, plan.pattern, *sizes, programs=programs, may_wait=may_wait)

@@ -8,18 +8,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sparseflash.backends.triton.family import KernelChoice
-from sparseflash.backends.triton.hopper.configs import BLOCK, LIMITS, SMALL, WIDEST_BACKWARD, may_be_small
+from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, WIDEST_BACKWARD, may_be_small
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
-from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.schedule.tilings import Tiling
 
 # Tiles of 64 are taken for the backward where at most this share of the blocks of 64 in live tiles of 128 is live, by
-# the head dims up to which it holds. Predicted, not measured: in tiles of 128 one pass has 5 products, in tiles of 64
-# two kernels have 7 without additions to memory, at 460 (D = 128) and 370 TFLOP/s (D = 64) of the 5, for 550 and 460
-# in full tiles of 128. The share is 0.94 under a window of 1,024 tokens, and 0.3 where 12 % of all blocks are live at
-# random.
-MOST_FILLED = {64: 0.80, 128: 0.84}
+# the head dims up to which it holds: experiments/results/tried/choice.csv. In tiles of 128 one pass has 5 products, in
+# tiles of 64 two kernels have 7. The share is 0.94 under a window of 1,024 tokens, 0.6 for windows in a video, and 0.3
+# where 12 % of all blocks are live at random; the time in tiles of 64 over that in tiles of 128 was 1.22 (D = 64) and
+# 1.29 times the share.
+MOST_FILLED = {64: 0.82, 128: 0.78}
 
 
 class BackwardForm(NamedTuple):
@@ -35,10 +34,7 @@ def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
     """
     if may_be_small(block, dims, kinds) and _is_scattered(plan, dims):
         return BackwardForm(SMALL, True)
-    q_len = plan.lists.tokens[0]
-    keys = plan.tiles_per_head * block[1] / -(-q_len // block[0])
-    is_few = has_few_queries(plan.lists.tokens, keys) and {"sink"}.issuperset(kinds)
-    return BackwardForm(BLOCK, is_few or max(dims) > WIDEST_BACKWARD)
+    return BackwardForm(BLOCK, max(dims) > WIDEST_BACKWARD)
 
 
 def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
@@ -49,18 +45,6 @@ def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
     most = next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
     live, united = plan.tiles_per_head * plan.lists.patterns, retiling.count(0, Tiling(*BLOCK))
     return live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1]))
-
-
-def has_few_queries(tokens: tuple[int, int], keys: float) -> bool:
-    """Whether many tiles of keys add to few tiles of queries. keys: the mean number of keys of a query.
-
-    >>> has_few_queries((1024, 65_536), 65_536), has_few_queries((1024, 4096), 4096), has_few_queries((512, 4096), 4096)
-    (True, False, False)
-    """
-    q_len, k_len = tokens
-    # A mask makes rows differ in length.
-    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or keys < k_len
-    return many_keys and k_len > q_len * LIMITS.most_keys_a_query
 
 
 def reason_of_tile(

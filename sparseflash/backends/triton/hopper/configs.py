@@ -224,15 +224,17 @@ class Limits(NamedTuple):
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 512
     most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # for each query; beyond this the backward is portable, or has two kernels
-    few_queries: int = 16  # of many keys: below this number
+    most_keys_a_query: int = 4  # beyond this, queries are few and the portable kernels split their keys
+    few_queries: int = 16  # from this number on, the forward of few queries is chosen all the same
     few_queries_other: int = 128  # the same at head dims without a configuration of their own
+    few_queries_backward: int = 128  # the same for the backward
     forward_dim: int = 64  # the least of D and Dv
     backward_dim: int = 32
     forward_queries_other: int = 512  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
-    backward_dim_small: int = WIDEST + 1  # the least of D and Dv in blocks of 64: none, as they were not timed yet
+    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
+    backward_queries_small: int = 16_384  # in blocks of 64; not measured below
     backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
 
     def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
@@ -244,7 +246,8 @@ class Limits(NamedTuple):
     ) -> int:  # fmt: skip
         """These kernels are chosen from this number of queries a head on."""
         if backward:
-            return self.backward_queries_dynamic if dynamic else self.backward_queries
+            of_block = self.backward_queries_small if block == SMALL else self.backward_queries
+            return self.backward_queries_dynamic if dynamic else of_block
         if dynamic:
             return self.forward_queries_dynamic
         if not is_common(dims):
@@ -283,9 +286,11 @@ def pieces_of(dim: int) -> tuple[int, int]:
     return min(sums)[2:]
 
 
+# At D = 96 values are multiplied as 128 channels: a product with weights from registers takes as long for 32 channels as
+# for 64, so two pieces would take as long and wait twice.
 _MEASURED = {
     BLOCK: {
-        64: Config((64, 0), (64, 0), 4, in_turns=True), 96: Config((128, 0), (128, 0), 2),
+        64: Config((64, 0), (64, 0), 4, in_turns=True), 96: Config((64, 32), (128, 0), 2),
         128: Config((128, 0), (128, 0), 2),
     },
     SMALL: {
@@ -344,7 +349,7 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
     """The configuration of the forward for head dims up to WIDEST, in tiles of `tile_for`.
 
     >>> config_for(96, BLOCK).dims, config_for(80, BLOCK).dims, config_for(192, BLOCK, 128).v_dims
-    ((128, 0), (64, 16), (128, 0))
+    ((64, 32), (64, 16), (128, 0))
     """
     if is_common((head_dim, value_dim or head_dim)):
         return _MEASURED[tile][head_dim]

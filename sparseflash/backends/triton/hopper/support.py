@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.choices import has_few_queries
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     LIMITS,
@@ -20,6 +20,7 @@ from sparseflash.backends.triton.hopper.configs import (
     tile_for,
 )
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, MOST_ENTRIES_LISTED
+from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.versions import triton_version
 from sparseflash.scores.change import PAIRS
 
@@ -154,12 +155,16 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    if has_few_queries(request.tokens, request.keys) and not _takes_few_queries(request):
-        return (
-            f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
-            f"{k_len:,} keys"
-        )
-    least = LIMITS.least_queries(request.dims, request.block, backward=backward, dynamic=request.dynamic)
+    least: float = LIMITS.least_queries(request.dims, request.block, backward=backward, dynamic=request.dynamic)
+    if has_few_queries(request.tokens, request.keys):
+        least_few = _least_few_queries(request)
+        if request.dynamic or q_len < least_few:
+            return (
+                f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
+                f"{k_len:,} keys"
+            )
+        if backward:  # their tiles of keys are many
+            least = least_few
     if q_len < least:
         return (
             f"the portable {direction} is about as fast or faster, its launch included, below {least:,} queries at D = "
@@ -198,13 +203,24 @@ def _not_measured(request: Request) -> str | None:
     return None
 
 
-def _takes_few_queries(request: Request) -> bool:
-    """Whether these kernels are chosen for few queries of many keys."""
-    q_len = request.tokens[0]
-    if request.dynamic:
-        return False
-    least = LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
-    return not request.backward and q_len >= least
+def has_few_queries(tokens: tuple[int, int], keys: float) -> bool:
+    """Whether queries are few beside their keys. keys: the mean number of keys of a query.
+
+    >>> has_few_queries((1024, 65_536), 65_536), has_few_queries((1024, 4096), 4096), has_few_queries((512, 4096), 4096)
+    (True, False, False)
+    """
+    q_len, k_len = tokens
+    # A mask makes rows differ in length.
+    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or keys < k_len
+    return many_keys and k_len > q_len * LIMITS.most_keys_a_query
+
+
+def _least_few_queries(request: Request) -> float:
+    """From this number of queries on, these kernels are chosen for few queries of many keys."""
+    if request.backward:  # wide heads and tiles of 64 have a kernel for dq that does not cut rows
+        is_one = max(request.dims) <= WIDEST_BACKWARD and _backward_tile(request) == BLOCK
+        return LIMITS.few_queries_backward if is_one else math.inf
+    return LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:

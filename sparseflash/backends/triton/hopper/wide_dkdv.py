@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sparseflash.backends.triton.hopper.backward import header, items_of_program, part_of
-from sparseflash.backends.triton.hopper.forward import ROWS, bytes_of, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
 from sparseflash.backends.triton.hopper.record import told
 from sparseflash.backends.triton.hopper.scores import read_later
+from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, opaque, tiles_of
 from sparseflash.backends.triton.hopper.wide_dq import store_rows, unknown
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
 

@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from sparseflash.backends.triton.hopper.configs import WIDE_KEYS
-from sparseflash.backends.triton.hopper.forward import ROWS, block_at, bytes_of, live_words, masked, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
+from sparseflash.backends.triton.hopper.tiles import ROWS, block_at, bytes_of, live_words, masked, opaque, tiles_of
 from sparseflash.backends.triton.persistent.plan import ITEM, ITEM_COUNT, ITEM_FULL, ITEM_NUMBER, ITEM_START, ITEM_TILE
 
 KEYS = gl.constexpr(WIDE_KEYS)  # of a step; the ROWS of a warpgroup, so that a tile has GROUPS steps

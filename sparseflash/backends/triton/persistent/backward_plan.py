@@ -17,8 +17,9 @@ item, has one chain a tile, and walks all columns in the first order.
 The kernel cannot deadlock as long as times increase along every program (`backward.py`); how long additions wait
 depends on how realistic the times are.
 
-On a GPU `fused_plan.py` makes the same plan with kernels. This module, in PyTorch, is their reference, and plans on a
-CPU and for more items or programs than the kernels can count.
+`fused_plan.py` makes the plan with kernels. The same steps in PyTorch, their reference, are in
+tests/backends/triton/hopper/reference_plan.py. Without a GPU, where `explain` asks for no more, step 1 is all that is
+done: `items_alone`.
 
 The order of additions, and so the last bits of dq, depends on the mask and the numbers of programs and heads alone.
 """
@@ -37,11 +38,9 @@ from torch import Tensor
 
 from sparseflash.backends.triton.persistent import cuts
 from sparseflash.backends.triton.persistent.plan import start_order
-from sparseflash.backends.triton.schedule.work_item import CUT_PARTS, place
+from sparseflash.backends.triton.schedule.work_item import CUT_ITEM, place
 from sparseflash.backends.triton.schedule.worklists import TileLists
-from sparseflash.blockmask.bitmask import transposed, words_per_row
 from sparseflash.blockmask.streams import ReadyEvent
-from sparseflash.blockmask.transfer import to_device
 from sparseflash.limits import COUNT
 
 Ints = NDArray[np.int64]
@@ -49,8 +48,14 @@ Ints = NDArray[np.int64]
 # A tile of queries has one chain for every _SHORTEST_CHAIN additions, or for every _LONG_CHAIN / 4 times its head's
 # mean if that is more. In a simulation of 16,384 tokens, causal masks then take 1.02 times as long as without any
 # order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13.
+#
+# Few queries of many keys are few tiles, each with very many additions, to which all programs add at a time. Where a
+# head has more than _FEW times as many additions to a tile as live tiles, it has a chain for every so many additions as
+# a program makes. In a simulation of 1,024 queries and 65,536 keys one chain a tile takes 5.3 times as long as without
+# any order, and about as long as measured on an H200; 17 chains a tile take 1.02 times as long.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
+_FEW = 4
 ONE_CHAIN = 2**31 - 1  # more additions than a tile can have
 # Rows are walked in bands of _BAND rows, with a stride of this share of a band. A later order replaces an earlier one
 # if it has fewer than _CLEARLY tenths of its meetings.
@@ -125,50 +130,34 @@ class BackwardPlan:
         return len(self.start) - 1
 
 
-def backward_plan(
-    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int, may_wait: bool = True
+def items_alone(
+    lists: TileLists, pattern: Tensor, kv_heads: int, k_len: int, *, programs: int, may_wait: bool = True
 ) -> BackwardPlan:
-    """The plan for `pattern [B, Hq]`, on its device.
+    """The plan for `pattern [B, Hq]` without entries, chains and bits: the number of entries of every item, and the
+    items of every program. For a CPU.
 
-    lists: over columns. may_wait: False for a dynamic mask. (This implementation waits for the device in any case.)
+    lists: over columns. may_wait: False for a dynamic mask.
     """
-    device, (batch, heads) = pattern.device, pattern.shape
-    check_entries(lists, pattern, q_len, k_len)
-    group = heads // kv_heads
-    rows, columns = -(-q_len // lists.tiling.streamed), -(-k_len // lists.tiling.held)
-    column = torch.arange(columns, device=device)
-    list_of = (pattern.long().view(-1, 1, group) * columns + column.unsqueeze(1)).view(-1, group)  # of every item
-    counts, index = lists.count.long(), lists.index.long()
-    walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
-    parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs, cuts.RULE if may_wait else cuts.NEVER)
-    items = _dealt(parts.size.sum(1).cpu().numpy(), programs)
-    if not may_wait:  # all programs, some perhaps without an item
-        items = items._replace(start=np.pad(items.start, (0, programs + 1 - len(items.start)), mode="edge"))
-    arrays = [torch.from_numpy(x).int() for x in items]
-    *of_items, start = to_device(arrays, device)
-    sequence, size, first, program, time = (x.long() for x in of_items)
-    number, walk_start, lengths = (x[sequence] for x in (parts.number[:, 0], parts.start, parts.size))
-    total = int(items.size.sum())
-
-    item, place = _expanded(size, total)
-    time, program = time[item] + place, program[item]  # of every entry
-    of_list, place = _expanded(lengths.view(-1).long(), total)
-    kv_head = number[of_list // group] // columns
-    head = kv_head // kv_heads * heads + kv_head % kv_heads * group + of_list % group
-    at = walk_start.view(-1)[of_list] + place
-    source = best_of(walked[:, at], index, head, time, rows, batch * heads) if may_wait else walked[0, at]
-    row = head * rows + index[source]
-    tiles = batch * heads * rows
-    chain, rank, chains = chained(
-        row, time, program, rows, tiles, items.programs, _SHORTEST_CHAIN if may_wait else ONE_CHAIN
+    columns, rule = -(-k_len // lists.tiling.held), cuts.RULE if may_wait else cuts.NEVER
+    group = pattern.shape[1] // kv_heads
+    list_of = pattern.long().view(-1, 1, group) * columns + torch.arange(columns).unsqueeze(1)
+    size = lists.count.long()[list_of].sum(2).view(-1)
+    count = cuts.parts_of(size, programs, rule)
+    item = torch.repeat_interleave(count)
+    part = torch.arange(len(item)) - (count.cumsum(0) - count)[item]
+    size = (part + 1) * size[item] // count[item] - part * size[item] // count[item]
+    program, order = assigned(size.numpy(), programs)
+    work = torch.zeros(len(size), ITEM.value, dtype=torch.int32)
+    work[:, ITEM_COUNT.value] = size[torch.from_numpy(order[np.argsort(program[order], kind="stable")])]
+    # A dynamic mask has all programs, some perhaps without an item.
+    items = np.bincount(program, minlength=0 if may_wait else programs)
+    start = torch.from_numpy(np.append(0, np.cumsum(items))).int()
+    nothing = work.new_empty(0)
+    is_cut = count > 1
+    merged = work.new_zeros(int(is_cut.sum()), CUT_ITEM.value)
+    return BackwardPlan(
+        start, work, nothing.view(0, ENTRY.value), start[:1], nothing, 0, merged, int(count[is_cut].sum())
     )
-
-    first_key = number % columns * lists.tiling.held
-    work = torch.stack(BackwardItem(number // columns, first_key, first, size, parts.part[sequence, 0]), dim=1)
-    entries = torch.stack(Entry(row, lists.tile[source], chain, rank), dim=1)
-    parts_cut = int(merged[:, CUT_PARTS.value].sum())
-    most = int(chains[-1]) if may_wait else tiles
-    return BackwardPlan(start, work.int(), entries.int(), chains.int(), bits_by_key(lists), most, merged, parts_cut)
 
 
 def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> None:
@@ -187,33 +176,6 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
             f"the live tiles of all heads must be at most {MOST_ENTRIES_LISTED:,} for the backward of the Hopper "
             f"kernels; got {entries:,}. Split the batch or the heads, or pass backend='triton'."
         )
-
-
-class _Items(NamedTuple):
-    """Items, sorted by program: the number, size, first entry, program and start time of each; and the first item of
-    every program, [programs + 1].
-    """
-
-    sequence: Ints
-    size: Ints
-    first: Ints
-    program: Ints
-    time: Ints
-    start: Ints
-
-    @property
-    def programs(self) -> int:
-        return len(self.start) - 1
-
-
-def _dealt(sizes: Ints, programs: int) -> _Items:
-    """Assigns items of these `sizes`, in entries, to programs."""
-    program, order = assigned(sizes, programs)
-    sequence = order[np.argsort(program[order], kind="stable")]
-    program, sizes = program[sequence], sizes[sequence]
-    first, start = np.cumsum(sizes) - sizes, np.append(0, np.cumsum(np.bincount(program)))
-    time = first - first[start[:-1]][program] + np.arange(len(sequence)) - start[program]
-    return _Items(sequence, sizes, first, program, time, start)
 
 
 def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
@@ -243,30 +205,6 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     return program, order
 
 
-def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Orders in which the lists of columns may be walked, each as places in `index`; and where each list begins.
-
-    Two columns meet where both reach the same row at the same time. In the first three orders, columns that start
-    together and have all rows never meet:
-
-    - From the diagonal on, wrapping around at the end, in bands of rows and in strides within a band. Meetings are
-      spread over time, and the rows that all programs read and add to at one time fit in the L2 cache.
-    - From the diagonal on, wrapping around at the end. Columns that have all rows from some row on never meet, either.
-    - By `row ^ column`. Columns of a butterfly never meet, either.
-    - From the last row back. Columns of a causal mask that start one after the other never meet.
-    """
-    of_list, place = _expanded(count)
-    source = start[of_list] + place
-    row, column = index[source], of_list % columns
-    shift = (row - column * rows // columns) % rows
-    band = band_of(rows)
-    in_band = shift % band
-    in_strides = shift - in_band + in_band * stride_of(band) % band
-    keys = torch.stack([in_strides, shift, row ^ column, rows - 1 - row])
-    most = 2 * max(rows, columns)  # larger than any key
-    return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
-
-
 def band_of(rows: int) -> int:
     """How many of the `rows` tiles of queries of a head a program walks before it goes on to the others."""
     return rows if rows <= 2 * _BAND else _BAND
@@ -279,57 +217,3 @@ def stride_of(band: int) -> int:
     49
     """
     return next(each for each in range(max(int(_STRIDE * band), 1), band + 2) if math.gcd(each, band) == 1)
-
-
-def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int, heads: int) -> Tensor:
-    """Picks for each of `heads` the order in which the fewest entries meet others at the same tile of queries and the
-    same time; an order after the first only if it is clearly better.
-    """
-    if not len(time):
-        return orders[0]
-    span, count = time.max() + 1, len(orders)
-    place = ((head * rows + index[orders]) * span + time).sort().values
-    meets = (place[:, 1:] == place[:, :-1]).long()
-    of_head = place[:, 1:] // (span * rows) + torch.arange(count, device=time.device).unsqueeze(1) * heads
-    meetings = torch.zeros(count * heads, dtype=torch.int64, device=time.device)
-    meetings = meetings.index_add_(0, of_head.flatten(), meets.flatten()).view(count, heads)
-    fewest, best = meetings[0], torch.zeros(heads, dtype=torch.int64, device=time.device)
-    for number in range(1, count):
-        is_better = meetings[number] * 10 < fewest * _CLEARLY
-        best = torch.where(is_better, number, best)
-        fewest = torch.where(is_better, meetings[number], fewest)
-    return orders.gather(0, best[head].unsqueeze(0)).squeeze(0)
-
-
-def chained(
-    row: Tensor, time: Tensor, program: Tensor, rows: int, tiles: int, programs: int, shortest: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The chain of each addition to one of `tiles` tiles of queries and its rank there; and each tile's first chain.
-
-    rows: the tiles of one head. shortest: the least length of a chain where a tile has several.
-    """
-    made = torch.zeros(tiles, dtype=torch.int64, device=row.device).index_add_(0, row, torch.ones_like(row))
-    of_head = made.view(-1, rows)
-    live = (of_head > 0).sum(1, keepdim=True).clamp(min=1)
-    longest = ((of_head.sum(1, keepdim=True) * _LONG_CHAIN + 4 * live - 1) // (4 * live)).clamp(min=shortest)
-    chains = ((of_head + longest - 1) // longest).view(-1)
-    first_chain = torch.cat([chains.new_zeros(1), chains.cumsum(0)])
-    span = time.max() + 1 if len(time) else 1
-    in_order = torch.argsort((row * span + time) * programs + program)
-    first = made.cumsum(0) - made
-    number = torch.empty_like(row)  # among the additions to the tile
-    number[in_order] = torch.arange(len(row), device=row.device) - first[row[in_order]]
-    several = chains.clamp(min=1)[row]
-    return first_chain[row] + number % several, number // several, first_chain
-
-
-def bits_by_key(lists: TileLists) -> Tensor:
-    """The bits of the tiles with keys as rows. The lists have them with queries as rows."""
-    keys, queries = lists.tiling.held, lists.tiling.streamed
-    return transposed(lists.words.view(-1, queries, words_per_row(keys)), keys).flatten()
-
-
-def _expanded(count: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """The number of the list and the place in it, for every entry of lists of these lengths. total: of all lengths."""
-    of_list = torch.repeat_interleave(count, output_size=total)
-    return of_list, torch.arange(len(of_list), device=count.device) - (count.cumsum(0) - count)[of_list]

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
-
 
 class Rule(NamedTuple):
     """When items are cut. An item costs its entries plus one; `mean` is the total cost divided by the number of
@@ -66,17 +64,6 @@ def parts_of(sizes: Tensor, programs: int, rule: Rule) -> Tensor:
     least = mean * (rule.worth if is_far else rule.worth_alike)
     is_cut = (4 * sizes > least) & (2 * sizes > 3 * longest)
     return torch.where(is_cut, -(-sizes // longest), 1)
-
-
-def cut(start: Tensor, size: Tensor, programs: int, rule: Rule) -> tuple[Items, Tensor]:
-    """All items, the too long ones in parts; and the items that are cut, as `cut_items` returns them.
-
-    start, size: int64 `[W, group]`, of the lists of each item.
-    """
-    number = torch.arange(len(size), device=size.device).unsqueeze(1)
-    parts = parts_of(size.sum(1).cpu(), programs, rule)
-    chosen = Cuts(parts.to(size.device), int(parts.sum()), int((parts > 1).sum()))
-    return cut_items(Items(number, start, size, size, torch.zeros_like(number)), chosen)
 
 
 def most_items(items: int, programs: int) -> int:

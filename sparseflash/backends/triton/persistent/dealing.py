@@ -1,5 +1,5 @@
-"""Kernels that cut the items of the backward into parts and assign parts to programs. They have the same results as
-`cuts.cut` and `backward_plan.assigned`.
+"""Kernels that cut the items of the backward into parts and assign parts to programs, by the rules of
+`cuts.parts_of` and `backward_plan.assigned`.
 
 From `cut_kernel` on, every part of a cut item is an item; the parts of an item have consecutive numbers.
 """
@@ -18,7 +18,8 @@ from sparseflash.backends.triton.schedule.work_item import (
 )
 
 # A program is one number, from the high bits on: its load, 31 bits; its number, as many bits as PADDED needs; its
-# number of items, COUNT_BITS. So sorting finds the program with the least load, the first among equals.
+# number of items, COUNT_BITS. So sorting finds the program with the least load, the first among equals. There may be
+# 512 programs; a Hopper GPU runs at most 288 at a time.
 COUNT_BITS = tl.constexpr(23)
 _MASK = tl.constexpr((1 << 23) - 1)
 _LARGEST = tl.constexpr(1 << 31)  # larger than the cost of any item

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.backends.triton.persistent.plan import (
     ITEM,
     ITEM_BLOCK,
@@ -29,7 +29,6 @@ from sparseflash.backends.triton.schedule.worklists import (
     check_number_of_items,
     with_trailing_zero,
 )
-from sparseflash.blockmask.cache import bounded
 
 
 def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Worklist:
@@ -49,12 +48,6 @@ def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Workl
         *place, fused.AT_ONCE,
     )  # fmt: skip
     return Worklist(work, index, tile, lists.words)
-
-
-# Triton specialises these kernels on nothing but their arguments: see `Launch.of_all_arguments`.
-@bounded(maxsize=32)
-def _launch(device: torch.device) -> Launch:
-    return Launch.of_all_arguments(items_kernel, device, num_warps=4, num_stages=1)
 
 
 @triton.jit(
@@ -86,3 +79,6 @@ def items_kernel(
     tl.store(item_ptr + ITEM_TILE, tl.where(is_empty, -1, tl.load(tile_ptr + start)), mask=here)
     tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)
     tl.store(item_ptr + ITEM_UNUSED, tl.zeros([AT_ONCE], tl.int32), mask=here)
+
+
+_launch = launches_of(items_kernel, num_warps=4, num_stages=1)

@@ -1,6 +1,6 @@
-"""Makes the plan of the backward on a GPU with kernels: equal to `backward_plan.backward_plan`, number for number.
+"""Makes the plan of the backward on a GPU, with kernels. See `backward_plan.py` for what it does.
 
-Written with PyTorch, a plan takes 215 operations, which the host launches one by one, three of them sorts of entries,
+In PyTorch operations, a plan takes 215 operations, which the host launches one by one, three of them sorts of entries,
 and a loop on the host. Here it takes nine kernels, a sort of the items and two small PyTorch operations. The host waits
 once, for the numbers of entries and chains and for the end of the timeline. For a dynamic mask it does not wait, and
 launches seven kernels, the sort and one operation.
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from sparseflash.backends.triton.compile_ahead import compile_rehearsed
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.persistent import backward_plan as reference
+from sparseflash.backends.triton.persistent import backward_plan as rules
 from sparseflash.backends.triton.persistent import cuts, dealing, timeline
 from sparseflash.backends.triton.persistent.backward_plan import BackwardPlan
+from sparseflash.backends.triton.persistent.dealing import COUNT_BITS
 from sparseflash.backends.triton.schedule.work_item import CUT_ITEM
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import words_per_row
@@ -27,13 +28,7 @@ from sparseflash.blockmask.cache import bounded
 
 _AT_ONCE = 1024  # items whose sort keys are made at a time
 _ORDERS = 4
-_FEWEST_LANES, _MOST_LANES = 32, 512
-_MOST_ITEMS = 1 << 23
-
-
-def can_plan(lists: TileLists, pattern: Tensor, programs: int) -> bool:
-    """Whether the kernels can count the items and the programs: see dealing.py."""
-    return programs <= _MOST_LANES and cuts.most_items(len(lists.count) * pattern.numel(), programs) < _MOST_ITEMS
+_FEWEST_LANES = 32
 
 
 def backward_plan(
@@ -46,7 +41,13 @@ def backward_plan(
     wait for the device, once. Otherwise the plan has room for all entries that heads with patterns of the mask can
     have.
     """
-    reference.check_entries(lists, pattern, q_len, k_len)
+    rules.check_entries(lists, pattern, q_len, k_len)
+    items = cuts.most_items(len(pattern) * kv_heads * -(-k_len // lists.tiling.held), programs)
+    if items >> COUNT_BITS.value:
+        raise ValueError(
+            f"the tiles of keys of all heads must be fewer than {1 << COUNT_BITS.value:,} for the backward of the "
+            f"Hopper kernels; got {items:,}. Split the batch or the heads, or pass backend='triton'."
+        )
     lanes = max(triton.next_power_of_2(programs), _FEWEST_LANES)
     kernels = _kernels(pattern.device, lanes, *lists.tiling[1::-1])
     given = lists, counted, pattern, kv_heads, q_len, k_len, programs, lanes, may_wait
@@ -76,8 +77,8 @@ def _planned(
 
     made, cursor, meeting = empty(2, tiles + 1), empty(tiles), empty(_ORDERS, heads)
     kernels.chain.start(
-        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles,
-        reference._SHORTEST_CHAIN if may_wait else reference.ONE_CHAIN, reference._LONG_CHAIN,
+        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles, programs,
+        rules._SHORTEST_CHAIN if may_wait else rules.ONE_CHAIN, rules._LONG_CHAIN, rules._FEW,
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 
@@ -88,7 +89,7 @@ def _planned(
     place = (*pattern.stride(), kv_heads, columns, group)
     kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, items, _AT_ONCE)
     kernels.cut.start(
-        1, size, first, part_size, merged, total, key, items, programs, *rule, room, reference.LEAST, _AT_ONCE
+        1, size, first, part_size, merged, total, key, items, programs, *rule, room, rules.LEAST, _AT_ONCE
     )
     order = torch.sort(key, stable=True).indices
     kernels.deal.start(
@@ -99,8 +100,8 @@ def _planned(
     words = empty(distinct * keys * words_per_row(queries))
     kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)
     walked = pattern, lists.start, lists.count, lists.index
-    band = reference.band_of(rows)
-    place += (rows, band, reference.stride_of(band), room)
+    band = rules.band_of(rows)
+    place += (rows, band, rules.stride_of(band), room)
     if may_wait:
         # The only time that the host waits.
         parts, parts_cut, cut, entries, chains, span = [1] * 6 if total.is_meta else total.tolist()
@@ -111,11 +112,11 @@ def _planned(
     else:
         parts, parts_cut, cut, chains = items, 0, 0, tiles
         entries = heads * min(len(lists.index) - 1, rows * columns)
-    work, listed = empty(parts, reference.ITEM.value), empty(entries, reference.ENTRY.value)
+    work, listed = empty(parts, rules.ITEM.value), empty(entries, rules.ENTRY.value)
     moment, added = empty(entries, dtype=torch.int64), empty(entries)
     kernels.entry.start(
         items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,
-        moment, added, work, listed, *place, items, programs, heads, keys, reference._CLEARLY,
+        moment, added, work, listed, *place, items, programs, heads, keys, rules._CLEARLY,
     )  # fmt: skip
     kernels.rank.start(tiles, made, moment, added, listed, tiles)
     return BackwardPlan(start[: programs + 1], work, listed, made[1], words, chains, merged[:cut], parts_cut)

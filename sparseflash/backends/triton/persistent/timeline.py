@@ -1,8 +1,7 @@
 """Kernels that order the entries of the backward's items, and the additions to every tile of queries.
 
-They have the same results as `walks`, `best_of` and `chained` of `backward_plan.py`, but sort nothing: lists are short,
-so the place of an entry is the number of entries before it. The timeline has a cell for every time and program, with
-the tile of queries that the program adds to then.
+They sort nothing: lists are short, so the place of an entry is the number of entries before it. The timeline has a cell
+for every time and program, with the tile of queries that the program adds to then.
 """
 
 from __future__ import annotations
@@ -31,13 +30,23 @@ _ORDERS = tl.constexpr(4)
 
 
 @triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "heads", "rows", "tiles", "shortest", "quarters"],
+    do_not_specialize=[
+        "batch_stride",
+        "head_stride",
+        "heads",
+        "rows",
+        "tiles",
+        "programs",
+        "shortest",
+        "quarters",
+        "few",
+    ],
     do_not_specialize_on_alignment=["pattern_ptr", "counted_ptr"],
 )
 def chain_kernel(
     pattern_ptr, counted_ptr, made_ptr,  # int32 [B, Hq], [P * rows], [2, tiles + 1]
     cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
-    batch_stride, head_stride, heads, rows, tiles, shortest, quarters,
+    batch_stride, head_stride, heads, rows, tiles, programs, shortest, quarters, few,
 ):  # fmt: skip
     """Writes the numbers of additions and of chains of every tile of queries of a head. Element 0 of both arrays is 0,
     so their running sums are the first addition and the first chain of each tile.
@@ -53,7 +62,8 @@ def chain_kernel(
         count = tl.load(counted_ptr + place, mask=place < rows, other=0)
         total += tl.sum(count.to(tl.int64), 0)
         live += tl.sum((count > 0).to(tl.int64), 0)
-    longest = tl.maximum(tl.cdiv(total * quarters, tl.maximum(4 * live, 1)), shortest)
+    longest = tl.cdiv(total * quarters, tl.maximum(4 * live, 1))
+    longest = tl.maximum(tl.where(total > few * live * live, tl.cdiv(total, programs), longest), shortest)
     target_ptr = made_ptr + number.to(tl.int64) * rows + 1
     for first in range(0, rows, AT_ONCE):
         place = first + tl.arange(0, AT_ONCE)
@@ -68,7 +78,17 @@ def chain_kernel(
 
 @triton.jit
 def _key(row, column, rows, columns, band, stride, ORDER: tl.constexpr):
-    """The sort key of the entries of a column, in one of the orders of `backward_plan.walks`."""
+    """The sort key of the entries of a column, in one of four orders in which its list may be walked.
+
+    Two columns meet where both reach the same row at the same time. In the first three orders, columns that start
+    together and have all rows never meet:
+
+    - From the diagonal on, wrapping around at the end, in bands of rows and in strides within a band. Meetings are
+      spread over time, and the rows that all programs read and add to at one time fit in the L2 cache.
+    - From the diagonal on, wrapping around at the end. Columns that have all rows from some row on never meet, either.
+    - By `row ^ column`. Columns of a butterfly never meet, either.
+    - From the last row back. Columns of a causal mask that start one after the other never meet.
+    """
     if ORDER == 2:
         return row ^ column
     elif ORDER == 3:

@@ -48,10 +48,10 @@ class Forward:
     """Computes out and lse, and in fp32 the maxima and inverse sums for the backward."""
 
     def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
-        self._layout = layout
+        self.layout = layout
         self.kernel: Bound = layout.kernel.bind(plan)
         self._combine = combine_rows(self.kernel, layout.kernel, layout.written, layout.sink)
-        self._is_plain = (
+        self.is_plain = (
             self._combine is None and not layout.kernel.lengths and not layout.kernel.dropout and layout.changed is None
         )
 
@@ -60,7 +60,7 @@ class Forward:
         changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """`(out, lse, kept)`. In fp32 `kept` holds the rows' maxima and inverse sums; in half precision it is None."""
-        layout, kernel = self._layout, self.kernel
+        layout, kernel = self.layout, self.kernel
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(layout.an_lse)
         kept = empty_kept(q) if layout.keep else None
@@ -69,7 +69,7 @@ class Forward:
         given: dict[str, Any] = {"q": q, "k": k, "v": v, "out_ptr": out, "lse_ptr": lse}
         if kept is not None:
             given["maximum_ptr"], given["inverse_ptr"] = kept.unbind()
-        if self._is_plain:  # a fast path for the shortest calls
+        if self.is_plain:  # a fast path for the shortest calls
             kernel.work.ready.wait()
             kernel.launch(given)
             return out, lse, kept

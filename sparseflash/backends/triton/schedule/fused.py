@@ -7,12 +7,14 @@ items. The results are the same.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import (
     ITEM,
@@ -26,7 +28,6 @@ from sparseflash.backends.triton.schedule.work_item import (
     ITEM_START,
 )
 from sparseflash.backends.triton.schedule.worklists import TileLists, is_exact
-from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
 _ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
@@ -35,15 +36,33 @@ _ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
 _MOST_PAIRS, _MOST_ROWS = 1 << 26, 4096
 
 
+@dataclass
+class Listed:
+    """The lists of a `TileLists`, for kernels that the current stream runs next."""
+
+    start: Tensor
+    full: Tensor
+    count: Tensor
+    index: Tensor
+    tile: Tensor
+    tiling: Tiling
+
+
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
     """`worklists.full_first` in one launch, with a program per row."""
+    of = listed(indptr, index, tile, tiling)
+    return TileLists(of.start, of.full, of.count, of.index, of.tile, words, tiling)
+
+
+def listed(indptr: Tensor, index: Tensor, tile: Tensor, tiling: Tiling) -> Listed:
+    """The lists of `full_first`."""
     rows, room, device = len(indptr) - 1, len(index) + 1, index.device
-    full, count = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
-    listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    full, count = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    found, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     _listing(device).start(
-        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), AT_ONCE
+        rows, indptr, index, tile, full, count, found, kinds, room - 1, room, -(-room // rows), AT_ONCE
     )
-    return TileLists(indptr[:-1], full, count, listed, kinds, words, tiling)
+    return Listed(indptr[:-1], full, count, found, kinds, tiling)
 
 
 def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
@@ -72,7 +91,7 @@ def columns_full_first(
 
 
 def work_in_start_order(
-    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+    lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
     """The work of a plan, int32 `[W, group, ITEM]`. For the arguments see `order_of_work`."""
     order, place = order_of_work(lists, pattern, shape, length, tile)
@@ -86,7 +105,7 @@ def work_in_start_order(
 
 
 def order_of_work(
-    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+    lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> tuple[Tensor, tuple[int, ...]]:
     """The order in which the work items of a plan start, int64 `[W]`, and the arguments of `row_of` for their lists.
 
@@ -104,32 +123,6 @@ def order_of_work(
     keys = torch.empty(items, dtype=torch.int8, device=device)
     _sizing(device, group).start(programs, pattern, lists.count, keys, *place, group, AT_ONCE)
     return torch.sort(keys, stable=True, descending=True).indices, place
-
-
-# The arguments of these functions are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
-@bounded(maxsize=32)
-def _listing(device: torch.device) -> Launch:
-    return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)
-
-
-@bounded(maxsize=32)
-def _searching(device: torch.device) -> Launch:
-    return Launch.of_all_arguments(column_kernel, device, num_warps=4, num_stages=1)
-
-
-@bounded(maxsize=128)
-def _ranking(device: torch.device, group: int) -> Launch:
-    return Launch.of_all_arguments(rank_kernel, device, num_warps=4, num_stages=1)
-
-
-@bounded(maxsize=128)
-def _sizing(device: torch.device, group: int) -> Launch:
-    return Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1)
-
-
-@bounded(maxsize=128)
-def _writing(device: torch.device, group: int) -> Launch:
-    return Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1)
 
 
 # A mask's arrays may have any address; no load here gains from alignment to 16 bytes.
@@ -350,3 +343,11 @@ def work_kernel(
         tl.store(item_ptr + ITEM_PARTIAL_BLOCK, tl.load(index_ptr + masked), mask=here)
         tl.store(item_ptr + ITEM_PARTIAL_TILE, tl.load(tile_ptr + masked), mask=here)
         tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)
+
+
+_listing = launches_of(list_kernel, num_warps=1, num_stages=1)
+_searching = launches_of(column_kernel, num_warps=4, num_stages=1)
+# By the device and the group.
+_ranking = launches_of(rank_kernel, num_warps=4, num_stages=1, most=128)
+_sizing = launches_of(size_kernel, num_warps=4, num_stages=1, most=128)
+_writing = launches_of(work_kernel, num_warps=4, num_stages=1, most=128)

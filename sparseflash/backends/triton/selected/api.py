@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
-from sparseflash.backends.triton.availability import INTERPRETED, check_runs
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.launcher import OPTIONS, on_device
 from sparseflash.backends.triton.selected.forward import forward_kernel, scores_kernel
 from sparseflash.backends.triton.selected.lists import Chosen, sort_kernel

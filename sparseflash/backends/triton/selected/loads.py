@@ -8,10 +8,18 @@ from sparseflash.backends.triton.selected.lists import NONE
 
 @triton.jit
 def columns(x_ptr, offsets, live, FIRST: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The columns FIRST to FIRST + DIM of the rows at `offsets`, [ROWS, PADDED]; zeros elsewhere."""
+    """The columns FIRST to FIRST + DIM of the rows at `offsets`, [ROWS, PADDED]; zeros elsewhere.
+
+    live: which rows there are, or None if all are.
+    """
     dims = tl.arange(0, PADDED)
     pointers = x_ptr + offsets[:, None] + (FIRST + dims)[None, :]
-    if DIM == PADDED:
+    if live is None:
+        if DIM == PADDED:
+            return tl.load(pointers)
+        else:
+            return tl.load(pointers, mask=(dims < DIM)[None, :], other=0.0)
+    elif DIM == PADDED:
         return tl.load(pointers, mask=live[:, None], other=0.0)
     else:
         return tl.load(pointers, mask=live[:, None] & (dims < DIM)[None, :], other=0.0)

@@ -25,6 +25,7 @@ from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask.cache import clear_caches
 from sparseflash.scores.sink import completed
 from sparseflash.testing.comparison import compare_with_draws
+from tests.backends.triton.hopper import reference_plan
 from tests.compared.closeness import Results
 from tests.compared.exactness import plain_draws, results
 from tests.drawn.masks import Recipe
@@ -89,6 +90,7 @@ def interpreted(
         (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
         (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
         (backward_pass, "backward_config_for", changed_backward_config),
+        (backward_pass, "_planned", reference_plan.planned),
         (choices, "MOST_FILLED", choices.MOST_FILLED if most_filled is None else {128: most_filled}),
         (passes, "programs_of", lambda device: programs),
         (wide_pass, "programs_of", lambda device: programs),

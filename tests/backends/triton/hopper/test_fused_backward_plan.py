@@ -1,4 +1,3 @@
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -13,10 +12,12 @@ from sparseflash.backends.triton.hopper import backward_pass
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.persistent import backward_plan, cuts, fused_plan, timeline
+from sparseflash.backends.triton.persistent.backward_plan import ITEM_COUNT, items_alone
 from sparseflash.backends.triton.schedule.plan import dense_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask import csr
+from tests.backends.triton.hopper import reference_plan
 from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
 from tests.backends.triton.plans import plan
 from tests.compiling.uninterpreted import python
@@ -56,7 +57,7 @@ def assert_same(ours, theirs):
 def assert_planned_alike(lists, pattern, kv_heads, q_len, k_len, programs, **how):
     sizes = pattern, kv_heads, q_len, k_len
     ours = fused_plan.backward_plan(lists, of_rows(lists, q_len, k_len), *sizes, programs=programs, **how)
-    theirs = backward_plan.backward_plan(lists, *sizes, programs=programs, **how)
+    theirs = reference_plan.backward_plan(lists, *sizes, programs=programs, **how)
     assert_same(ours, theirs)
     assert how or len(ours.entries) == len(theirs.entries)
     return ours
@@ -118,6 +119,13 @@ def test_tiles_with_several_chains(longest):
     ):
         made = assert_mask_is_planned_alike(masks.causal(150, block=16), heads=2, kv_heads=1)
     assert made.chains > 2 * 10
+
+
+def test_few_queries_of_many_keys_have_a_chain_for_every_so_many_additions_as_a_program_makes():
+    made = assert_mask_is_planned_alike(masks.dense(32, 16 * 200, block=16), 1, 2, 2, programs=20)
+    assert made.chains == 2 * 2 * 10
+    several = masks.dense(32, 16 * 8, block=16)  # not more than four times as many additions to a tile as tiles
+    assert assert_mask_is_planned_alike(several, 1, 2, 2, programs=20).chains == 2 * 2
 
 
 def test_lists_longer_than_what_is_compared_at_a_time_and_empty_ones():
@@ -266,12 +274,27 @@ def test_a_rehearsal_starts_what_the_plan_starts(may_wait):
     assert rehearsed == started and len(started) == (9 if may_wait else 7)
 
 
-def test_what_has_more_items_or_programs_than_kernels_count_is_planned_by_operations():
+def test_more_items_than_kernels_count_are_refused():
     mask = masks.causal(400, block=128)
-    lists = columns_of(mask)
-    assert fused_plan.can_plan(lists, mask.pattern, 512)
-    assert not fused_plan.can_plan(lists, mask.pattern, 513)
-    assert not fused_plan.can_plan(lists, mask.pattern.expand(1 << 12, 1 << 10), 132)
+    lists, counted, pattern = columns_of(mask), mask.indptr.diff(), mask.pattern.expand(1 << 12, 1 << 10)
+    named = r"tiles of keys of all heads must be fewer than 8,388,608 .*; got 16,777,744\. Split .*backend='triton'"
+    with pytest.raises(ValueError, match=named):
+        fused_plan.backward_plan(lists, counted, pattern, 1 << 10, 400, 400, programs=132)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40), st.booleans())
+def test_without_a_gpu_the_items_of_every_program_are_planned_alone(data, batch, kv_heads, group, programs, may_wait):
+    heads = kv_heads * group
+    mask = data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads))
+    pattern, rule = mask.pattern.expand(batch, heads), data.draw(st.sampled_from([cuts.RULE, CUT]))
+    how = {"programs": programs, "may_wait": may_wait}
+    with mock.patch.object(cuts, "RULE", rule):
+        ours = items_alone(columns_of(mask), pattern, kv_heads, mask.k_len, **how)
+        whole = reference_plan.backward_plan(columns_of(mask), pattern, kv_heads, mask.q_len, mask.k_len, **how)
+    assert torch.equal(ours.start, whole.start)
+    assert torch.equal(ours.work[:, ITEM_COUNT.value], whole.work[:, ITEM_COUNT.value])
+    assert (ours.parts, len(ours.merged)) == (whole.parts, len(whole.merged))
 
 
 def test_they_are_compiled_for_hopper_and_started_directly():
@@ -311,13 +334,13 @@ def test_the_gpu_plans_what_operations_plan(name, kv_heads, programs):
     sizes = kv_heads, mask.q_len, mask.k_len
     counted = mask.indptr.diff().cuda()
     ours = fused_plan.backward_plan(columns_of(mask, "cuda"), counted, pattern.cuda(), *sizes, programs=programs)
-    assert_same(ours, backward_plan.backward_plan(columns_of(mask), pattern, *sizes, programs=programs))
+    assert_same(ours, reference_plan.backward_plan(columns_of(mask), pattern, *sizes, programs=programs))
 
 
 @pytest.mark.gpu
 def test_calls_on_a_gpu_take_this_plan():
     mask = masks.causal(2048, block=128).to("cuda")
-    with mock.patch.object(backward_pass, "backward_plan", side_effect=AssertionError("operations")):
+    with mock.patch.object(backward_pass, "items_alone", side_effect=AssertionError("operations")):
         made = backward_pass.planned_backward(plan(mask, 1, 4), 132)
     assert made.programs == 64
 
@@ -330,6 +353,6 @@ def test_the_gpu_plans_masks_made_at_every_step_without_waiting(kv_heads):
     made = []
     for device in ("cuda", "cpu"):
         mask = masks.top_k_blocks(scores.to(device), **arguments)
-        with waiting_raises() if device == "cuda" else nullcontext():
+        with waiting_raises() if device == "cuda" else reference_plan.planning():
             made.append(backward_pass.planned_backward(plan(mask, 1, 4, kv_heads), 132))
     assert_same(*made)

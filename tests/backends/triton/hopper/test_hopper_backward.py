@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sparseflash import scores
 from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import choices, passes
+from sparseflash.backends.triton.hopper import passes
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
@@ -81,26 +81,6 @@ def test_exact_in_tiles_of_64_under_masks_made_at_every_step(problem, of_arrays,
     with mock.patch.object(passes, "BackwardLayout", side_effect=AssertionError("tiles of 128")):
         got = run(problem, gradients=True, programs=programs, seed=seed)
     assert_exact(problem, got)
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(drawn(most_tokens=260, head_dims=(16, 64, 80, 128), value_dims=(16, 72, 128)), SEEDS, st.integers(1, 5), RULES)
-@example(some_problem(), 0, 3, PARTS)
-@example(some_problem(dim=128, v_dim=128), 1, 3, cuts.RULE)
-def test_exact_in_two_kernels_as_for_few_queries(problem, seed, programs, cut):
-    with (
-        mock.patch.object(choices, "has_few_queries", lambda tokens, keys: True),
-        mock.patch.object(passes, "BackwardLayout", side_effect=AssertionError("one kernel")),
-    ):
-        got = run(problem, gradients=True, programs=programs, seed=seed, cut=cut, most_filled=0.0)
-    assert_exact(problem, got)
-
-
-def test_few_queries_have_two_kernels():
-    arguments = {**some_problem().recipe.arguments, "q_len": 100}
-    problem = some_problem(recipe=Recipe("from_dense", arguments, (100, 250)), q_len=100)
-    with mock.patch.object(passes, "BackwardLayout", side_effect=AssertionError("one kernel")):
-        assert_exact(problem, run(problem, gradients=True))
 
 
 @settings(max_examples=settings().max_examples // 3)

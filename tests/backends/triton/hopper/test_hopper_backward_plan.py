@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from sparseflash import masks
 from sparseflash.backends.triton.persistent import cuts
-from sparseflash.backends.triton.persistent.backward_plan import backward_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
+from tests.backends.triton.hopper.reference_plan import backward_plan
 from tests.drawn.masks import block_masks
 
 CUT = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparseflash import BlockMask, scores
 from sparseflash.backends import reference
 from sparseflash.backends.triton.changes import hopper_pairs
-from sparseflash.backends.triton.hopper import forward as forward_module
+from sparseflash.backends.triton.hopper import forward_ends, forward_loader, forward_steps
 from sparseflash.backends.triton.persistent import plan
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper import hopper_problems
@@ -184,10 +184,18 @@ def right():
     return {name: case() for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("line", synchronising_lines(forward_module))
-def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
-    ways = [{"seed": seed} for seed in range(40)]
-    assert_noticed([(partial(case, change=without(line)), right[name]) for name, case in CASES.items()], ways)
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        pytest.param(module, line, id=f"{module.__name__.rpartition('_')[2]}-{line}")
+        for module in (forward_loader, forward_steps, forward_ends)
+        for line in synchronising_lines(module)
+    ],
+)
+def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(module, line, right):
+    others = {module.__file__: without(line)}
+    cases = [(partial(case, change_others=others), right[name]) for name, case in CASES.items()]
+    assert_noticed(cases, [{"seed": seed} for seed in range(40)])
 
 
 @pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, upto="the backward"))

@@ -128,6 +128,21 @@ def test_so_are_scattered_blocks_of_64_and_cut_columns_with_the_same_bits_every_
     assert all(torch.equal(x, y) for each in repeats for x, y in zip(each, repeats[0], strict=True))
 
 
+@pytest.mark.parametrize(("queries", "keys", "heads", "kv_heads"), [(300, 40_000, 2, 1), (64, 9000, 4, 4)])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_gradients_of_few_queries_are_exact_with_the_same_bits_every_time(dim, queries, keys, heads, kv_heads):
+    q, _, _, dout, _ = inputs(1, heads, queries, dim)
+    _, k, v, _, _ = inputs(1, kv_heads, keys, dim)
+
+    def ours(q, k, v):
+        return attention(q, k, v, return_lse=True, backend="hopper")
+
+    testing.assert_exact(ours, q, k, v, heads=1, blocks=4)
+    out, _ = ours(q, k, v)
+    first, *others = (torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for _ in range(20))
+    assert all(torch.equal(x, y) for each in others for x, y in zip(each, first, strict=True))
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("largest", LARGE_SCORES)

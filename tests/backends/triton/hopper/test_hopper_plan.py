@@ -17,6 +17,7 @@ from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask.cache import clear_caches
+from tests.backends.triton.hopper import reference_plan
 from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
 from tests.backends.triton.plans import plan as plan_for
 from tests.compiling.uninterpreted import python
@@ -193,7 +194,11 @@ def test_work_of_another_size_has_another_layout():
     clear_caches()
     (forward, backward), (other, _) = prepared(masks.dense(512)), prepared(masks.dense(512), merges=True)
     assert forward.layout.combine is None and other.layout.combine is not None
-    with mock.patch.object(backward_plan, "_SHORTEST_CHAIN", 1), mock.patch.object(backward_plan, "_LONG_CHAIN", 0):
+    with (
+        reference_plan.planning(),
+        mock.patch.object(backward_plan, "_SHORTEST_CHAIN", 1),
+        mock.patch.object(backward_plan, "_LONG_CHAIN", 0),
+    ):
         _, several = prepared(masks.dense(512))
     assert [each.numel() for each in several.layout.workspace().values()] != [
         each.numel() for each in backward.layout.workspace().values()

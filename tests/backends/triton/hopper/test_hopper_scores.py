@@ -128,6 +128,17 @@ def test_under_a_tiny_scale_products_and_slopes_may_be_of_any_size(scale):
         torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=1e-2)
 
 
+def check_against_reference(got, tensors, mask, changes, dout, dlse=None, *, scale=0.125, rtol=1e-2, atol=2e-2):
+    """Compares out, lse and the gradients of q, k, v and, if they are given, of the tensors of the modifications."""
+    given = [x.detach().double().requires_grad_() for x in tensors]
+    changes = changes.with_tensors(given[3:]) if given[3:] else changes
+    wanted = attention(*given[:3], mask, scale=scale, scores=changes, return_lse=True, backend="reference")
+    through = (wanted[:1], [dout.double()]) if dlse is None else (wanted, [dout.double(), dlse.double()])
+    wanted += torch.autograd.grad(through[0], given, through[1])
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("rule", [plan.RULE, CUT])
 @pytest.mark.parametrize("logit", [-torch.inf, -300.0, 300.0])
 def test_a_sink_far_above_or_below_all_scores_is_harmless(logit, rule):
@@ -136,13 +147,7 @@ def test_a_sink_far_above_or_below_all_scores_is_harmless(logit, rule):
     changes = scores.sink(torch.full((2,), logit)) + scores.softcap(20.0)
     how = {"changes": changes, "rule": rule}
     got = interpreted(problem.recipe.mask(), q, k, v, 0.125, dout, dlse, **how)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    wanted = attention(
-        q, k, v, problem.recipe.mask(), scale=0.125, scores=changes, return_lse=True, backend="reference"
-    )
-    wanted += torch.autograd.grad(wanted, (q, k, v), (dout, dlse))
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype), rtol=2e-2, atol=1e-2)
+    check_against_reference(got, (q, k, v), problem.recipe.mask(), changes, dout, dlse, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("cap", [1e-30, 1e-19, 1e-12, 1e-6, 1e6, 1e30, 3e38])
@@ -151,13 +156,7 @@ def test_a_cap_of_any_size(cap):
     q, k, v, dout, dlse = inputs(problem)
     changes = Scores((scores.softcap(cap),))
     got = interpreted(problem.recipe.mask(), q, k, v, 0.125, dout, dlse, changes=changes)
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    wanted = attention(
-        q, k, v, problem.recipe.mask(), scale=0.125, scores=changes, return_lse=True, backend="reference"
-    )
-    wanted += torch.autograd.grad(wanted, (q, k, v), (dout.double(), dlse.double()))
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=5e-3)
+    check_against_reference(got, (q, k, v), problem.recipe.mask(), changes, dout, dlse, atol=5e-3)
 
 
 def test_a_query_without_keys_has_the_sink_alone():
@@ -169,20 +168,19 @@ def test_a_query_without_keys_has_the_sink_alone():
     assert torch.equal(got["lse"][1], sink.changes[0].logits.detach()[:, None].expand(got["lse"][1].shape))
 
 
-@pytest.mark.parametrize("slope", [float("nan"), float("inf")])
-def test_a_query_without_a_key_is_zero_whatever_the_slope(slope):
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: scores.alibi(torch.tensor([value])),
+        lambda value: scores.relative(torch.full((1, 11), value), scores.clipped(5)),
+    ],
+    ids=["slope", "table"],
+)
+def test_a_query_without_a_key_is_zero_whatever_the_parameters(make, value):
     layout = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool)
     q = torch.randn(1, 1, 384, 64, dtype=torch.float16)
-    changes = Scores((scores.alibi(torch.tensor([slope])),))
-    out, lse = interpreted(BlockMask.from_layout(layout, block=128), q, q, q, 0.125, changes=changes)
-    assert not out[:, :, 128:256].any() and lse[:, :, 128:256].isneginf().all()
-
-
-@pytest.mark.parametrize("entry", [float("nan"), float("inf")])
-def test_a_query_without_a_key_is_zero_whatever_the_table(entry):
-    layout = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool)
-    q = torch.randn(1, 1, 384, 64, dtype=torch.float16)
-    changes = Scores((scores.relative(torch.full((1, 11), entry), scores.clipped(5)),)).prepared(sizes_of(q, q))
+    changes = Scores((make(value),)).prepared(sizes_of(q, q))
     out, lse = interpreted(BlockMask.from_layout(layout, block=128), q, q, q, 0.125, changes=changes)
     assert not out[:, :, 128:256].any() and lse[:, :, 128:256].isneginf().all()
 
@@ -199,11 +197,8 @@ def test_tiles_with_one_bucket_far_from_both_ends(q_len, k_len, dim):
     table = torch.randn(2, 16, requires_grad=True)
     changes = Scores((scores.relative(table, wide),)).prepared(sizes_of(q, k))
     got = interpreted(None, q, k, v, 0.1, dout, changes=changes)
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    wanted = attention(q, k, v, scale=0.1, scores=scores.relative(table, wide), return_lse=True, backend="reference")
-    wanted += torch.autograd.grad(wanted[0], (q, k, v, table), dout.double())
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=5e-3)
+    asked = Scores((scores.relative(table, wide),))
+    check_against_reference(got, (q, k, v, table), None, asked, dout, scale=0.1, atol=5e-3)
 
 
 def test_entries_of_minus_infinity_are_a_window():
@@ -216,12 +211,8 @@ def test_entries_of_minus_infinity_are_a_window():
     mask = masks.causal(500, block=128)
     changes = Scores((scores.relative(table, past),)).prepared(sizes_of(q, k))
     got = interpreted(mask, q, k, v, 0.125, dout, changes=changes)
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     window = masks.local(500, window=300, causal=True, block=128)
-    wanted = attention(q, k, v, window, scale=0.125, return_lse=True, backend="reference")
-    wanted += torch.autograd.grad(wanted[0], (q, k, v), dout.double())
-    for x, y in zip(got[:-1], wanted, strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=1e-2)
+    check_against_reference(got[:-1], (q, k, v), window, None, dout, atol=1e-2)
     assert got[-1].isfinite().all() and got[-1][0, 0] == 0
 
 
@@ -237,15 +228,6 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
     changes, mask = Scores((scores.key_bias(values),)), problem.recipe.mask()
     got = interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, cut=cut)
     check_against_reference(got, (q, k, v, values), mask, changes, dout, dlse)
-
-
-def check_against_reference(got, tensors, mask, changes, dout, dlse):
-    given = [x.detach().double().requires_grad_() for x in tensors]
-    changes = changes.with_tensors(given[3:])
-    wanted = attention(*given[:3], mask, scale=0.125, scores=changes, return_lse=True, backend="reference")
-    wanted += torch.autograd.grad(wanted, given, (dout.double(), dlse.double()))
-    for x, y in zip(got, wanted, strict=True):
-        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("dim", "rule"), [(64, CUT), (128, plan.RULE)])

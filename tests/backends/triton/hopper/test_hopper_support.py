@@ -175,14 +175,19 @@ def test_few_queries_of_many_keys_are_served_in_the_forward():
         why = "the portable kernels split the keys of few queries over more programs"
         said = f"{why}; got {q_len:,} queries and 65,536 keys"
         assert support.yields(asked) == (None if served else said)
-        assert support.yields(asked._replace(backward=True)) == said
         assert support.yields(asked._replace(dynamic=True)) == said
 
 
-def test_the_backward_of_few_queries_is_portable():
-    asked = HALF._replace(dims=(128, 128), tokens=(1024, 65_536), keys=65_536.0, backward=True, heads=16)
-    said = "the portable kernels split the keys of few queries over more programs; got 1,024 queries and 65,536 keys"
-    assert support.refuses(asked) is None and support.yields(asked) == said
+def test_their_backward_serves_few_queries_with_tiles_of_128_in_one_pass():
+    why = "the portable kernels split the keys of few queries over more programs"
+    for dims, q_len, served in (((128, 128), 128, True), ((64, 64), 1024, True), ((80, 80), 128, True),
+                                ((128, 128), 127, False), ((192, 128), 1024, False)):  # fmt: skip
+        asked = HALF._replace(dims=dims, tokens=(q_len, 65_536), keys=65_536.0, backward=True, heads=16)
+        said = f"{why}; got {q_len:,} queries and 65,536 keys"
+        assert support.refuses(asked) is None and support.yields(asked) == (None if served else said)
+        assert support.yields(asked._replace(dynamic=True, dims=(128, 128), heads=1)) == said
+    small = HALF._replace(tokens=(1024, 65_536), keys=65_536.0, backward=True, heads=16, block=(64, 64))
+    assert support.yields(small) == f"{why}; got 1,024 queries and 65,536 keys"
 
 
 @pytest.mark.parametrize("version, served", [((3, 7), False), ((3, 8), True)])
@@ -300,9 +305,8 @@ def test_the_backward_walks_scattered_blocks_of_64_as_they_are(dims):
 
 
 def test_who_serves_scattered_blocks_of_64_is_a_limit_by_head_dim(monkeypatch):
-    asked = HALF._replace(block=(64, 64), backward=True)
-    assert support.yields(asked) == "the portable kernels read less memory in blocks of 64 x 64"  # not timed yet
-    monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(backward_dim_small=64))
+    asked = HALF._replace(block=(64, 64), backward=True, tokens=(16_384, 16_384))
+    assert support.yields(asked._replace(tokens=(16_383, 16_383))) == BELOW.format("backward", "16,384", 64, "16,383")
     assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
     monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(backward_dim_small=96))
     assert support.yields(asked) == "the portable kernels read less memory in blocks of 64 x 64"

@@ -1,0 +1,184 @@
+"""The forward with a new dynamic mask at every call: prepared once for all masks of one layout."""
+
+import dataclasses
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from sparseflash import attention, clear_caches, masks, scores
+from sparseflash.backends.triton import call_cache
+from sparseflash.backends.triton.portable.dynamic_forward import DynamicForward
+from sparseflash.backends.triton.schedule import plan as planning
+from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
+
+TOKENS = 70
+
+
+@pytest.fixture(autouse=True)
+def planned_by_kernels(monkeypatch):
+    monkeypatch.setattr(planning, "_DEVICES", ["cpu", "cuda"])
+    clear_caches()
+
+
+def tensors(seed=0, heads=2, tokens=TOKENS, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, tokens, 16), (1, 1, tokens, 16), (1, 1, tokens, 16)]
+    return [torch.randn(shape, generator=generator).half().to(device) for shape in shapes]
+
+
+def chosen(seed, heads=2, tokens=TOKENS, device="cpu", **options):
+    blocks = -(-tokens // 16)
+    values = torch.rand(1, heads, blocks, blocks, generator=torch.Generator().manual_seed(seed)).to(device)
+    return masks.top_k_blocks(values, k=2, q_len=tokens, block=16, causal=True, local_blocks=1, **options)
+
+
+def run(q, k, v, mask, **options):
+    return attention(q, k, v, mask, backend="triton", return_lse=True, **options)
+
+
+def planned(q, k, v, mask, **options):
+    """The same by a plan."""
+    with mock.patch.object(call_cache, "place_of", return_value=None):
+        return run(q, k, v, mask, **options)
+
+
+def served():
+    """Counts the calls that need no plan."""
+    return mock.patch.object(planning.Plan, "__init__", autospec=True, side_effect=planning.Plan.__init__)
+
+
+def assert_equal(got, want):
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
+
+
+def test_a_mask_of_a_known_layout_is_attended_without_a_plan():
+    q, k, v = tensors()
+    with served() as plans:
+        got = [run(q, k, v, chosen(seed)) for seed in range(4)]
+    assert plans.call_count == 1
+    for seed, each in enumerate(got):
+        assert_equal(each, planned(q, k, v, chosen(seed)))
+
+
+@settings(max_examples=max(1, settings().max_examples // 3))
+@given(dynamic_problems(most_tokens=70, most_heads=2, head_dims=(16, 24), blocks=(16, 32), dtypes=(torch.float16,)))
+def test_it_has_the_bits_of_a_plan(problem):
+    clear_caches()
+    q, k, v = (x.detach() for x in problem.tensors()[:3])
+    want = run(q, k, v, problem.mask, scale=problem.scale)
+    for _ in range(2):
+        mask = dataclasses.replace(problem.mask, indices=problem.mask.indices.clone())
+        with served() as plans:
+            assert_equal(run(q, k, v, mask, scale=problem.scale), want)
+        needs_plan = mask.lengths is not None or (problem.scale is not None and problem.scale <= 0)
+        assert plans.call_count == needs_plan
+
+
+def test_a_mask_that_is_attended_again_is_planned_for_later_calls():
+    run(*tensors(), chosen(0))
+    mask = chosen(1)
+    with served() as plans:
+        got = [run(*tensors(seed), mask) for seed in range(4)]
+        assert plans.call_count == 1
+    for seed, each in enumerate(got):
+        assert_equal(each, planned(*tensors(seed), chosen(1)))
+
+
+def test_gradients_lengths_and_score_modifications_take_the_longer_way():
+    q, k, v = tensors()
+    run(q, k, v, chosen(0))
+    with mock.patch.object(DynamicForward, "__call__", side_effect=AssertionError("served")):
+        with pytest.raises(AssertionError, match="served"):
+            run(q, k, v, chosen(1))
+        wanted = q.clone().requires_grad_()
+        out, _ = run(wanted, k, v, chosen(1))
+        assert torch.autograd.grad(out.sum(), wanted)[0].any()
+        run(q, k, v, chosen(1).with_lengths([40]))
+        slopes = torch.ones(2, requires_grad=True)
+        assert run(q, k, v, chosen(1), scores=scores.alibi(slopes))[0].requires_grad
+        run(q.float(), k.float(), v.float(), chosen(1))
+        attention(q, k, v, chosen(1), backend="triton", dropout_p=0.5, seed=1)
+        with torch.no_grad(), pytest.raises(AssertionError, match="served"):
+            run(wanted, k, v, chosen(1))
+
+
+def test_other_layouts_have_forwards_of_their_own():
+    q, k, v = tensors()
+    inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    beside = [torch.cat([x, x], -1)[..., 1:17] for x in (q, k, v)]  # rows are no multiples of 16 bytes
+    shared = made_dynamic(masks.local(TOKENS, window=20, block=16), seed=0)
+    others = dataclasses.replace(
+        shared, bits=torch.cat([shared.bits[:1], shared.bits]).view(-1)[16:].view_as(shared.bits)
+    )
+    calls = [
+        ((q, k, v), chosen, {}), (inside, chosen, {}), (beside, chosen, {}), ((q, k, v), chosen, {"scale": 0.5}),
+        ((q, k, v), lambda seed: chosen(seed, heads=1), {}), ((q, k, v), lambda seed: chosen(seed, sink_blocks=1), {}),
+        ((q, k, v), lambda seed: dataclasses.replace(others, indices=others.indices.clone()), {}),
+    ]  # fmt: skip
+    for _ in range(2):
+        for seed in range(2):
+            for given_tensors, make, options in calls:
+                want = planned(*given_tensors, make(seed), **options)
+                assert_equal(run(*given_tensors, make(seed), **options), want)
+
+
+def test_mistakes_are_told_after_a_call_that_was_right():
+    q, k, v = tensors()
+    for seed in range(2):
+        run(q, k, v, chosen(seed))
+    with pytest.raises(ValueError, match="mask must be for the lengths of q and k"):
+        run(q, k, v, chosen(2, tokens=TOKENS - 16))
+    with pytest.raises(ValueError, match="mask must be for 1 or 2 heads"):
+        run(q, k, v, chosen(2, heads=3))
+    with pytest.raises(ValueError, match="the same heads and tokens"):
+        run(q, k, v[:, :, 1:], chosen(2))
+
+
+def test_no_mask_is_kept_and_few_forwards_are():
+    q, k, v = tensors()
+    held = []
+    for number in range(call_cache._MOST + 3):
+        mask = chosen(number)
+        held += [weakref.ref(x) for x in (mask.indices, mask.tile, mask.indptr)]
+        run(q, k, v, mask, scale=0.1 + number / 100)
+        assert 0 < len(call_cache._dynamic_calls) <= call_cache._MOST
+    del mask
+    gc.collect()
+    assert not any(each() is not None for each in held)
+    clear_caches()
+    assert not call_cache._dynamic_calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [70, 1000, 40000])
+def test_on_a_gpu_the_bits_are_those_of_a_plan(tokens):
+    q, k, v = tensors(tokens=tokens, device="cuda")
+    for seed in range(3):
+        mask = chosen(seed, tokens=tokens, device="cuda")
+        got = attention(q, k, v, mask, return_lse=True)
+        with mock.patch.object(call_cache, "place_of", return_value=None):
+            want = attention(q, k, v, chosen(seed, tokens=tokens, device="cuda"), return_lse=True)
+        assert_equal(got, want)
+
+
+@pytest.mark.gpu
+def test_a_graph_lists_the_work_anew_at_every_replay():
+    q, k, v = tensors(device="cuda")
+    values = torch.rand(1, 2, 5, 5, device="cuda")
+
+    def step():
+        return attention(q, k, v, masks.top_k_blocks(values, k=2, q_len=TOKENS, block=16, causal=True))
+
+    for _ in range(2):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(3):
+        values.copy_(torch.rand(1, 2, 5, 5, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(out, step())

@@ -1,0 +1,175 @@
+"""Kernels that gather the queries of a block: the same as under a dense mask of these blocks, with the same bits."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, selection, testing
+from sparseflash.backends.chosen_blocks import block_attention
+from sparseflash.backends.triton.selected import block_api, block_lists
+from sparseflash.selection import attending
+from tests.drawn.masks import SEEDS
+from tests.selection.layers import WIDTH, filled, sequence
+
+few = settings(max_examples=max(1, settings().max_examples // 2))
+HEADS = st.sampled_from(
+    [(1, 1, 1, 1), (2, 2, 2, 2), (1, 4, 4, 2), (1, 6, 2, 1), (1, 4, 2, 2)]
+)  # B, Hq, that choose, Hkv
+SPANS = st.sampled_from([16, 32, 128, 256])
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def live_of(index, span, q_heads, k_len, causal):
+    """The rule, an entry at a time: bool `[B, Hq, Nq, Nk]`."""
+    batch, heads, q_len, _ = index.shape
+    live = torch.zeros(batch, heads, q_len, k_len, dtype=torch.bool)
+    for b, h, q, n in (index >= 0).nonzero().tolist():
+        begin = int(index[b, h, q, n]) * span
+        end = min(begin + span, q + k_len - q_len + 1 if causal else k_len)
+        live[b, h, q, begin:end] |= end > begin
+    return live.repeat_interleave(q_heads // heads, 1)
+
+
+def drawn(heads, q_len, k_len, dims, span, choices, seed, dtype=torch.float16):
+    (batch, q_heads, choosers, kv_heads), g = heads, generator(seed)
+    index = torch.randint(-1, -(-k_len // span) + 1, (batch, choosers, q_len, choices), generator=g)
+    shapes = [(batch, q_heads, q_len, dims[0]), *[(batch, kv_heads, k_len, dim) for dim in dims]]
+    return [torch.randn(shape, generator=g).to(dtype) for shape in shapes], index
+
+
+@few
+@given(
+    HEADS, st.integers(1, 140), st.integers(1, 200), st.sampled_from([(16, 16), (24, 40), (48, 8)]), SPANS,
+    st.integers(1, 5), st.booleans(), SEEDS,
+)  # fmt: skip
+@example((1, 1, 1, 1), 300, 300, (16, 16), 256, 2, True, 0)  # whole tiles, with and without masks
+@example((1, 1, 1, 1), 300, 300, (16, 16), 128, 2, False, 0)  # the last block is not whole
+@example((1, 2, 2, 2), 8, 3, (16, 16), 16, 2, True, 2)  # queries before all keys
+@example((1, 6, 2, 1), 130, 130, (48, 16), 16, 3, True, 3)  # groups of three heads
+def test_attention_to_chosen_blocks_is_exact_with_its_gradients(heads, q_len, k_len, dims, span, choices, causal, seed):
+    (q, k, v), index = drawn(heads, q_len, k_len, dims, span, choices, seed)
+    mask = BlockMask.from_dense(live_of(index, span, heads[1], k_len, causal), block=16)
+
+    def chosen(q, k, v):
+        return block_attention(q, k, v, index, span=span, causal=causal, scale=q.shape[-1] ** -0.5)
+
+    testing.assert_exact(chosen, q, k, v, mask)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4])
+def test_scales_that_are_not_above_zero(scale):
+    (q, k, v), index = drawn((1, 2, 2, 2), 40, 40, (16, 16), 16, 2, 0)
+    mask = BlockMask.from_dense(live_of(index, 16, 2, 40, True), block=16)
+
+    def chosen(q, k, v):
+        return block_attention(q, k, v, index, span=16, causal=True, scale=scale)
+
+    testing.assert_exact(chosen, q, k, v, mask, scale=scale)
+
+
+def gradients_of(tensors, index, **more):
+    given = [x.detach().requires_grad_() for x in tensors]
+    out, lse = block_attention(*given, index, span=16, causal=True, scale=0.25, **more)
+    upstream = torch.randn(out.shape, generator=generator(0)).to(out.dtype)
+    return out, lse, *torch.autograd.grad(out, given, upstream)
+
+
+@few
+@given(HEADS, st.integers(1, 60), st.integers(1, 60), SEEDS)
+def test_equal_inputs_have_equal_bits_however_many_pairs_are_computed_at_once(heads, q_len, k_len, seed):
+    tensors, index = drawn(heads, q_len, k_len, (16, 16), 16, 3, seed)
+    first = gradients_of(tensors, index)
+    with mock.patch.object(block_api, "_SCRATCH", 1):
+        assert all(map(torch.equal, first, gradients_of(tensors, index)))
+
+
+@given(st.integers(1, 2), st.integers(1, 300), st.integers(1, 100), st.integers(1, 5), st.booleans(), SEEDS)
+@example(1, 130, 70, 3, True, 0)  # several tiles of queries and of blocks
+def test_the_lists_of_blocks_are_in_the_order_of_queries(heads, q_len, blocks, choices, causal, seed):
+    index = torch.randint(-1, blocks + 1, (1, heads, q_len, choices), generator=generator(seed))
+    k_len = blocks * 16
+    found = block_lists.transposed(index, blocks, 16, k_len, causal)
+    bits, want, ends, chosen = block_lists.slot_bits(choices), [], [], torch.full((heads, q_len, choices), -1)
+    for h in range(heads):
+        for block in range(blocks):
+            for query, row in enumerate(index[0, h].tolist()):
+                if block in row and not (causal and block * 16 > query + k_len - q_len):
+                    want.append(query << bits | row.index(block))
+                    chosen[h, query, row.index(block)] = block
+            ends.append(len(want))
+    assert found.entries[: len(want)].tolist() == want and found.ends.tolist() == ends
+    assert torch.equal(found.chosen.long(), chosen)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # of the interpreter
+def test_numbers_that_are_none_stay_where_they_are_chosen():
+    (q, k, v), index = drawn((1, 2, 2, 2), 64, 64, (16, 16), 16, 2, 0)
+    index = index.clamp(0, 2)  # nobody chooses block 3
+    index[..., 0] = 0  # all have a key
+    q[:, :, 60], k[:, :, 50], v[:, :, 51] = torch.nan, torch.nan, torch.inf
+    out, lse, dq, dk, dv = gradients_of((q, k, v), index)
+    others = torch.arange(64) != 60
+    assert all(x[:, :, others].isfinite().all() for x in (out, lse, dq))
+    assert all((x[:, :, 48:] == 0).all() for x in (dk, dv))
+
+
+def test_operator():
+    (q, k, v), index = drawn((1, 4, 4, 2), 20, 30, (24, 16), 16, 2, 0)
+    for requires in (False, True):
+        given = [x.clone().requires_grad_(requires) for x in (q, k, v)]
+        torch.library.opcheck(torch.ops.sparseflash.block_attention.default, (*given, index, 16, True, 0.25))
+
+    def layer(q, k, v, index):
+        return block_attention(q * 1.0, k, v, index, span=16, causal=True, scale=0.25)[0].sin()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (layer, compiled):
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = function(*given, index)
+        results.append((out, *torch.autograd.grad(out.sum(), given)))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("sums", [None, [0, 37, 40, 150]])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_layer_that_gathers_is_the_layer_with_a_mask(kv_heads, sums):
+    layer = filled(selection.MixtureOfBlocks(WIDTH, 4, kv_heads, head_dim=16, block=16, chosen=3), 0).half()
+    x, results = sequence(150, 1).half(), []
+    for backend in ("reference", "triton"):
+        layer.backend = backend
+        with mock.patch.object(attending, "block_attention", side_effect=block_attention) as gathered:
+            out = layer(x, cu_seqlens=sums)
+        assert gathered.called == (backend == "triton")
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), tuple(layer.parameters()))))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.detach().abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "dims", "span", "choices"),
+    [((2, 4, 4, 4), (128, 128), 512, 3), ((1, 8, 8, 2), (64, 64), 64, 5), ((1, 32, 2, 2), (192, 128), 64, 16)],
+)
+def test_a_gpu_is_exact_with_the_same_bits(heads, dims, span, choices, dtype):
+    tensors, index = drawn(heads, 1500, 1500, dims, span, choices, 0, dtype)
+    mask = BlockMask.from_dense(live_of(index, span, heads[1], 1500, True), block=16).to("cuda")
+    (q, k, v), index = (x.cuda() for x in tensors), index.cuda()
+
+    def chosen(q, k, v):
+        return block_attention(q, k, v, index, span=span, causal=True, scale=dims[0] ** -0.5)
+
+    testing.assert_exact(chosen, q, k, v, mask)
+    results = []
+    for _ in range(2):
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = chosen(*given)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum(), given)))
+    assert all(map(torch.equal, *results))
