@@ -182,5 +182,6 @@ KERNELS = (
     "masks/fused/select.py",
     "masks/fused/summed_scores.py",
     "masks/fused/tile_scores.py",
+    "masks/fused/starts.py",
     "masks/fused/unused.py",
 )
