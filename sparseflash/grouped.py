@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
+from sparseflash.backends.chosen_rows import attend, gathers
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
 from sparseflash.merge import with_sink
 from sparseflash.remedies import refuse, without_others
@@ -78,7 +80,7 @@ def selected_attention(
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
     index = checked_lists(index, batch, kv_heads, q_len, q.device)
-    if index.shape[3] == 0:  # the lists of a mask need at least one entry
+    if index.shape[3] == 0:
         index = index.new_full((*index.shape[:3], 1), -1)
     if integer(span, "span", "tokens") not in BLOCKS:
         raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
@@ -105,13 +107,19 @@ def selected_attention(
     )
     # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
     mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
-    packed = torch.nn.functional.pad(
-        q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
-    )  # [B, Hkv, Nq, rows, D]
-    out, lse = attention(
-        packed.flatten(2, 3), k, v, mask, scale=checked_scale(scale, dim), return_lse=True, dropout_p=dropout_p,
-        seed=seed, scores=changes, backend=backend,
+    packed = q.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, Nq, group, D]
+    if rows > group:
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
+    packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
+    run = partial(
+        attention, mask=mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
+        backend=backend,
     )  # fmt: skip
+    is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
+    if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
+        out, lse = attend(packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, forward=run)
+    else:
+        out, lse = run(packed, k, v)
     out, lse = (_by_heads(x.unflatten(2, (q_len, rows)), group) for x in (out, lse))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)
@@ -129,15 +137,12 @@ without_others(selected_attention)
 
 
 class _Packing(NamedTuple):
-    """Where packed tokens are if each sequence begins with a new block of keys."""
-
     places: Tensor  # int64 [N]: of each token
     first: Tensor  # int64 [N]: the first block of its sequence
     stop: Tensor  # int64 [N]: the end of what it may see
     room: int  # tokens of all blocks, and of some that no query sees, so that the host need not know the lengths
 
     def placed(self, x: Tensor) -> Tensor:
-        """`[..., N]` as `[..., room]`, zeros where there is no token."""
         return x.new_zeros(*x.shape[:-1], self.room).index_copy(-1, self.places, x)
 
 
@@ -159,7 +164,7 @@ def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch
     sums = sums.to(device)
     token = torch.arange(tokens, device=device)
     own = torch.searchsorted(sums, token, right=True) - 1
-    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])  # the last: of tokens past all sequences
+    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])
     blocks = torch.div(lengths + span - 1, span, rounding_mode="floor")
     first = (blocks.cumsum(0) - blocks)[own]
     at = token - sums[own]

@@ -75,12 +75,12 @@ def sums(lengths):
 SIZES = st.lists(st.tuples(st.integers(0, 70) | st.integers(1, 5), st.integers(0, 70)), min_size=1, max_size=7)
 SIZES = SIZES.filter(lambda sizes: any(q and k for q, k in sizes))
 
-SHORT = st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=3)  # up to three tiles each
+SHORT = st.lists(st.tuples(st.integers(0, 33), st.integers(0, 33)), min_size=1, max_size=3)
 SHORT = SHORT.filter(lambda sizes: any(q and k for q, k in sizes))
 
 
 @given(SIZES, st.booleans(), st.sampled_from(list(PATTERNS)))
-@example([(5, 5)] * 13, True, "causal")  # several sequences in a tile
+@example([(5, 5)] * 13, True, "causal")
 @example([(0, 3), (16, 16), (32, 16), (0, 0)], False, "heads")
 def test_the_mask_is_block_diagonal(sizes, equal, name):
     q_lengths, k_lengths = ([size[0] for size in sizes] for _ in range(2))
@@ -450,7 +450,6 @@ def own(score, b, h, q, k, gain, by_sequence):
     return score * gain[h] + by_sequence[b, h] * torch.sin(0.3 * q - 0.2 * k)
 
 
-# Each returns the modification of the packed tokens and of one sequence, given its number and slices.
 HEADS = 2
 
 

@@ -26,7 +26,7 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     mass: None for the `most` best of each row, otherwise the share that the kept blocks must hold.
     """
     if mass == 1.0:
-        mass = None  # then up to `most` blocks are kept, including those of weight 0
+        mass = None
     scores = scores.contiguous()
     device, (rows, cols) = scores.device, of.open.shape
     lists = scores.numel() // cols
@@ -84,7 +84,7 @@ def _read(scores_ptr, open_ptr, forced_ptr, col, cols, LARGEST: tl.constexpr):
 def choose_kernel(
     scores_ptr, open_ptr, forced_ptr,  # [P, rows, cols], bool [rows, cols] twice
     kept_ptr, counts_ptr,  # uint8 as the scores; int32 [1 + P * rows], the first one 0
-    rows, cols, most, mass_bits,  # of the fp64 number
+    rows, cols, most, mass_bits,
     COLS: tl.constexpr, CHUNK: tl.constexpr, LARGEST: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Chooses the blocks of one row. Of equal blocks the first comes first; shares are integers, so they add up in any

@@ -95,7 +95,6 @@ class _Join(Function):
 
 
 def _exchanged(rows: Tensor, outgoing: list[int], incoming: list[int], context: Context) -> Tensor:
-    """The rows that other ranks send, in their order."""
     received = rows.new_empty(sum(incoming), *rows.shape[1:])
     width = rows.shape[1:].numel() * rows.element_size()
     if width:

@@ -1,5 +1,3 @@
-"""The choice by kernels, in Triton's interpreter, is the choice by PyTorch's operations."""
-
 import math
 from unittest import mock
 
@@ -9,8 +7,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.selected import gates
+from sparseflash.masks.tiling.columns import Pool
 from sparseflash.selection import choice
-from sparseflash.selection.choice import Candidates, Pool, best_blocks, by_operations, summed
+from sparseflash.selection.choice import Candidates, best_blocks, by_operations, summed
+from sparseflash.selection.gates import gated_sum
 from tests.drawn.masks import SEEDS
 from tests.masks.chosen_blocks import by, coarse, distinct, generator
 from tests.selection.layers import KINDS, example_of, sequence
@@ -25,13 +26,13 @@ def candidates(rows, blocks, seed):
     st.integers(1, 4), st.integers(1, 90), st.integers(1, 100), st.integers(0, 2), st.integers(0, 2),
     st.sampled_from([coarse, distinct]), st.integers(1, 300), SEEDS,
 )  # fmt: skip
-@example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)  # several parts of a row
+@example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)
 @example(2, 5000, 700, 0, 0, distinct, 1 << 20, 1)
 @example(2, 2048, 2048, 0, 0, coarse, 1 << 20, 2)  # in registers
 @example(1, 6000, 4200, 0, 1, distinct, 1 << 20, 3)  # too many for registers
 def test_the_largest_of_a_row_are_those_of_a_sort(rows, blocks, k, first, last, make, at_once, seed):
     scores = make((2, 3, rows, blocks), seed)
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a sort takes NaN for the largest
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
     of = candidates(rows, blocks, seed)
     found = {}
     for way in ("operations", "kernels"):
@@ -64,13 +65,13 @@ def test_scores_summed_over_heads_are_those_of_operations(rows, keys, heads, dim
     of, part = candidates(rows, keys, seed), slice(rows // 3, rows)
     number = torch.arange(keys)
     live = (number >= of.begins[part, None]) & (number < of.stops[part, None])
-    if scale is not None:  # some queries have no key
+    if scale is not None:
         factors = torch.where(of.begins < of.stops, factors.float(), -torch.inf)
     with by("kernels"):
         got = summed(q, k, factors, of, part, scale=scale)
     weights = None if scale is None else (scale, of, part)
     want = by_operations(q[:, :, part].double(), k.double(), factors[:, :, part].double(), weights)
-    if scale is None:  # weights are 0 there
+    if scale is None:
         got, want = got.masked_fill(~live, 0.0), want.masked_fill(~live, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -100,6 +101,23 @@ def test_weights_of_blocks_are_those_of_operations(rows, keys, heads, dim, parts
                 want[..., piece // parts] += weights[..., key]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(summed(q, k, lse, of, part, scale=0.7, pool=pool).double(), want, rtol=2e-2, atol=2e-2)
+
+
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([16, 24]), st.booleans(), SEEDS)
+def test_gated_sums_and_their_gradients_are_those_of_operations(heads, rows, dim, apart, seed):
+    shapes = [(2, rows, 3 * heads), *[(2, heads, rows, dim)] * 4]
+    logits, *parts, dout = (torch.randn(shape, generator=generator(seed + i)) for i, shape in enumerate(shapes))
+    if apart:  # tokens before heads in memory
+        parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
+    results = []
+    for way in ("operations", "kernels"):
+        given = [x.detach().requires_grad_() for x in (logits, *parts)]
+        with by(way), mock.patch.object(gates, "backward", side_effect=gates.backward) as backward:
+            out = gated_sum(*given)
+            results.append((out, *torch.autograd.grad(out, given, dout)))
+        assert backward.called == (way == "kernels")
+    for want, got in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])
@@ -135,7 +153,7 @@ def test_a_gpu_chooses_by_kernels_what_it_chooses_by_operations(dtype, scale):
         got = summed(q, k_of, factors.float(), of, part, scale=scale)
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
         return
-    found = []  # whole numbers, so every sum is exact
+    found = []
     for _ in range(2):
         found.append(
             best_blocks(lambda part: summed(q, k_of, factors, of, part), of, blocks=keys, k=k, per_row=1 << 18)

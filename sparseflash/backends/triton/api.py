@@ -1,4 +1,4 @@
-"""The entry point of the Triton backend: checks its own requirements, plans and launches. Importing it needs Triton."""
+"""The entry point of the Triton backend: checks its own requirements, plans and launches."""
 
 from __future__ import annotations
 

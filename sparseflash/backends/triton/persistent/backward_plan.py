@@ -92,7 +92,6 @@ class Entry(NamedTuple):
 # Kernels index the numbers of all entries with 32 bits.
 MOST_ENTRIES_LISTED = COUNT // len(Entry._fields) - 1
 
-# Indices of these numbers, for kernels.
 ITEM = tl.constexpr(len(BackwardItem._fields))
 ITEM_NUMBER = place(BackwardItem, "number")
 ITEM_FIRST_KEY = place(BackwardItem, "first_key")
@@ -126,7 +125,6 @@ class BackwardPlan:
 
     @property
     def programs(self) -> int:
-        """How many programs run, all at the same time."""
         return len(self.start) - 1
 
 
@@ -166,7 +164,7 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
     Synchronises with the device only if the sizes allow more.
     """
     tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
-    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # equal rows share a list
+    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)
     if pattern.numel() * most <= MOST_ENTRIES_LISTED:
         return
     columns = -(-k_len // lists.tiling.held)
@@ -190,7 +188,7 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     ([2, 0, 5, 3, 1, 4], [10, 9])
     """
     order = start_order(torch.from_numpy(sizes), programs, least=LEAST).numpy()
-    cost = sizes + 1  # starting an item takes about as long as an entry
+    cost = sizes + 1
     near = float(cost.mean()) / 2
     load, program = np.zeros(min(programs, len(sizes))), np.empty(len(sizes), dtype=np.int64)
     at = 0

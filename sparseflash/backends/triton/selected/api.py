@@ -1,4 +1,4 @@
-"""The forward of attention to chosen tokens, and what the kernels refuse. The backward is in `gradients`."""
+"""The forward of attention to chosen tokens, and what the kernels refuse."""
 
 from __future__ import annotations
 
