@@ -153,7 +153,7 @@ MUTATIONS = [
         "masks/fused/largest.py",
         "if found <= WIDTH:",
         "if found <= 2 * WIDTH:",
-        "tests/selection/test_selection_choice.py::test_the_largest_of_a_row_are_those_of_a_sort",
+        "tests/selection/test_selection_choice.py::test_of_many_equal_scores_the_first_are_chosen_beside_greater_ones_behind_them",
     ),
     Mutation(
         "weights of blocks: the pieces before a block",
@@ -244,7 +244,7 @@ MUTATIONS = [
         "masks/fused/largest.py",
         "earlier < wanted",
         "earlier <= wanted",
-        "tests/selection/test_selection_choice.py::test_the_largest_of_a_row_are_those_of_a_sort",
+        "tests/selection/test_selection_choice.py::test_of_many_equal_scores_the_first_are_chosen_beside_greater_ones_behind_them",
     ),
     Mutation(
         "best blocks: keys of a sequence before",
