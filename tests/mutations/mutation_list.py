@@ -135,6 +135,34 @@ MUTATIONS = [
         "tests/test_selected_tokens.py::test_chunks_of_queries_add_up",
     ),
     Mutation(
+        "chosen blocks: queries in a block see all of its keys",
+        "sparseflash/backends/triton/selected/block_backward.py",
+        "masked = tl.maximum(tl.minimum(stop - begin, first_key + BLOCK_N - block * span - before), 0)",
+        "masked = 0",
+        "tests/selection/test_selection_blocks.py::test_attention_to_chosen_blocks_is_exact_with_its_gradients",
+    ),
+    Mutation(
+        "chosen blocks: entries are placed behind their own",
+        "sparseflash/backends/triton/selected/block_lists.py",
+        "(query[None, :] < query[:, None])",
+        "(query[None, :] <= query[:, None])",
+        "tests/selection/test_selection_blocks.py::test_the_lists_of_blocks_are_in_the_order_of_queries",
+    ),
+    Mutation(
+        "largest scores: more candidates than registers",
+        "masks/fused/largest.py",
+        "if found <= WIDTH:",
+        "if found <= 2 * WIDTH:",
+        "tests/selection/test_selection_choice.py::test_of_many_equal_scores_the_first_are_chosen_beside_greater_ones_behind_them",
+    ),
+    Mutation(
+        "weights of blocks: the pieces before a block",
+        "masks/fused/summed_scores.py",
+        "first_col = col_tile * (COLUMNS * PARTS) - (PIECES - 1)",
+        "first_col = col_tile * (COLUMNS * PARTS)",
+        "tests/selection/test_selection_choice.py::test_weights_of_blocks_are_those_of_operations",
+    ),
+    Mutation(
         "select_blocks: of equal scores the last block wins",
         "masks/fused/select.py",
         "(block ^ _LAST).to(tl.int64)",
@@ -216,7 +244,7 @@ MUTATIONS = [
         "masks/fused/largest.py",
         "earlier < wanted",
         "earlier <= wanted",
-        "tests/selection/test_selection_choice.py::test_the_largest_of_a_row_are_those_of_a_sort",
+        "tests/selection/test_selection_choice.py::test_of_many_equal_scores_the_first_are_chosen_beside_greater_ones_behind_them",
     ),
     Mutation(
         "best blocks: keys of a sequence before",
