@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
+from sparseflash.backends.chosen_rows import attend, gathers
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
 from sparseflash.merge import with_sink
 from sparseflash.remedies import refuse, without_others
@@ -105,13 +107,19 @@ def selected_attention(
     )
     # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
     mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
-    packed = torch.nn.functional.pad(
-        q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
-    )  # [B, Hkv, Nq, rows, D]
-    out, lse = attention(
-        packed.flatten(2, 3), k, v, mask, scale=checked_scale(scale, dim), return_lse=True, dropout_p=dropout_p,
-        seed=seed, scores=changes, backend=backend,
+    packed = q.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, Nq, group, D]
+    if rows > group:
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
+    packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
+    run = partial(
+        attention, mask=mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
+        backend=backend,
     )  # fmt: skip
+    is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
+    if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
+        out, lse = attend(packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, forward=run)
+    else:
+        out, lse = run(packed, k, v)
     out, lse = (_by_heads(x.unflatten(2, (q_len, rows)), group) for x in (out, lse))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)

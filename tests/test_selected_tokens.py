@@ -104,8 +104,11 @@ def test_equal_inputs_have_equal_bits_in_whatever_order_lists_are(heads, q_len, 
     tensors, index = drawn(heads, q_len, k_len, (16, 16), choices, dtype, seed)
     first = gradients_of(tensors, index)
     shuffled = index[..., torch.randperm(choices, generator=generator(seed))]
-    for other in (index, shuffled, shuffled.int()):
+    for other in (index, shuffled, shuffled.int(), index.sort(-1).values):
         assert all(map(torch.equal, first, gradients_of(tensors, other)))
+    distinct = torch.rand(*index.shape[:3], k_len, generator=generator(seed)).argsort(-1)[..., :choices]
+    first = gradients_of(tensors, distinct)  # what is in order is not sorted again
+    assert all(map(torch.equal, first, gradients_of(tensors, distinct.sort(-1).values)))
 
 
 @few

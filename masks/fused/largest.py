@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 
 _SIZE = 2048  # scores of a row that are read at once
 _SHORT = 2048  # scores of a row that are in registers
@@ -33,7 +32,7 @@ def write_largest(
     lists, rows, count = scores.shape
     if count <= _SHORT:
         size = max(16, 1 << (count - 1).bit_length())
-        _short_kernel(index.data_ptr() % 16, scores.data_ptr() % 16, index.device).start(
+        _short_kernel(index.device, size, index.data_ptr() % 16, scores.data_ptr() % 16).start(
             -(-lists * rows * size // _IN_REGISTERS), scores, begins, stops, index, lists, rows, count, index.shape[1],
             start, index.shape[2], first, last, _IN_REGISTERS // size, size,
         )  # fmt: skip
@@ -42,24 +41,10 @@ def write_largest(
     width = max(1024, 2 << (k - 1).bit_length())
     width = width if width <= _WIDEST else 0
     scratch = torch.empty(lists * rows, width, dtype=torch.int32, device=index.device) if width else None
-    _kernel(width, index.data_ptr() % 16, scores.data_ptr() % 16, index.device).start(
+    _kernel(index.device, width, index.data_ptr() % 16, scores.data_ptr() % 16).start(
         lists * rows, scores, begins, stops, index, scratch, rows, count, index.shape[1], start, k, first, last, _SIZE,
         width,
     )  # fmt: skip
-
-
-@bounded(maxsize=64)
-def _kernel(*layout: object) -> Launch:
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(largest_kernel, device, num_warps=8, num_stages=2)
-
-
-@bounded(maxsize=64)
-def _short_kernel(*layout: object) -> Launch:
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(short_kernel, device, num_warps=4, num_stages=1)
 
 
 @triton.jit
@@ -230,3 +215,7 @@ def short_kernel(
             index_ptr + slot + number, tl.full([ROWS, SIZE], -1, tl.int32),
             mask=exists[:, None] & (slot + number >= taken) & (slot + number < k),
         )  # fmt: skip
+
+
+_kernel = launches_of(largest_kernel, num_warps=8, num_stages=2)
+_short_kernel = launches_of(short_kernel, num_warps=4, num_stages=1)

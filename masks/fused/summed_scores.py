@@ -17,7 +17,7 @@ from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.backends.triton.selected.tiles import pieces, power
 
 if TYPE_CHECKING:
-    from sparseflash.selection.choice import Pool
+    from sparseflash.masks.tiling.columns import Pool
 
 
 def summed_scores(

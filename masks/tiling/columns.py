@@ -25,3 +25,15 @@ class Columns(NamedTuple):
     @property
     def blocks(self) -> int:
         return -(-self.k_len // (self.span * self.column_tokens))
+
+
+class Pool(NamedTuple):
+    """Blocks whose weight is a sum of weights of compressed keys (NSA's eq. 9).
+
+    Block i takes the keys from `parts * i - pieces + 1` to before `parts * (i + 1)`: each as often as pieces of its
+    block of tokens lie in block i, so `min(o + 1, parts, pieces, parts + pieces - 1 - o)` times the o-th of them.
+    """
+
+    blocks: int
+    parts: int
+    pieces: int

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.masks import fused
+from sparseflash.masks.tiling.columns import Pool
 from sparseflash.selection.frame import Frame
 
 AT_ONCE = 1 << 26  # scores in memory together
@@ -18,18 +19,6 @@ def chunks(count: int, per_row: int) -> list[slice]:
     """Slices of `count` rows, of about `AT_ONCE` scores."""
     step = max(1, AT_ONCE // max(1, per_row))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-class Pool(NamedTuple):
-    """Blocks whose weight is a sum of weights of compressed keys (NSA's eq. 9).
-
-    Block i takes the keys from `parts * i - pieces + 1` to before `parts * (i + 1)`: each as often as pieces of its
-    block of tokens lie in block i, so `min(o + 1, parts, pieces, parts + pieces - 1 - o)` times the o-th of them.
-    """
-
-    blocks: int
-    parts: int
-    pieces: int
 
 
 class Candidates(NamedTuple):

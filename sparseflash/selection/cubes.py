@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, integer
@@ -18,14 +19,15 @@ Shape = tuple[int, int, int]
 class Cubes(NamedTuple):
     """Texts, then videos in cube order, every text and cube with room for whole blocks of tokens.
 
-    places: of the tokens, int64 `[N]`. number: 1 + the cube of each token, 0 for text, int64 `[N]`. sizes: tokens of
-    each cube `[cubes]`. bounds: where the video of each cube begins and ends, int32 `[2, cubes]`; None for one video.
-    text: room of all texts. blocks: the blocks of text that each cube sees, int32 `[cubes, most]`, -1 for none.
-    padding: 0 at tokens and -inf at room `[1, 1, text + room]`; None if there is no room. within: each video for
-    itself. beside: of texts, each with its video.
+    places: of the tokens, int64 `[N]`. sources: the token of each place, int64; None if there is room. number: 1 + the
+    cube of each token, 0 for text, int64 `[N]`. sizes: tokens of each cube `[cubes]`. bounds: where the video of each
+    cube begins and ends, int32 `[2, cubes]`; None for one video. text: room of all texts. blocks: the blocks of text
+    that each cube sees, int32 `[cubes, most]`, -1 for none. padding: 0 at tokens and -inf at room `[1, 1, text +
+    room]`; None if there is no room. within: each video for itself. beside: of texts, each with its video.
     """
 
     places: Tensor
+    sources: Tensor | None
     number: Tensor
     sizes: Tensor
     bounds: Tensor | None
@@ -37,8 +39,48 @@ class Cubes(NamedTuple):
 
     def spread(self, x: Tensor, volume: int) -> Tensor:
         """`[B, H, N, D]` to `[B, H, text + room, D]`, zeros where there is no token."""
+        if self.sources is not None:
+            return reordered(x, self.sources, self.places)
         room = self.text + len(self.sizes) * volume
         return x.new_zeros(*x.shape[:2], room, x.shape[3]).index_copy(2, self.places, x)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """`[B, H, text + room, D]` back to `[B, H, N, D]`."""
+        return x.index_select(2, self.places) if self.sources is None else reordered(x, self.places, self.sources)
+
+    def of_tokens(self, x: Tensor, volume: int) -> Tensor:
+        """The rows `[B, H, cubes, D]` of the cubes of all tokens, `[B, H, N, D]`; 0 for text."""
+        if self.sources is not None and self.text == 0:
+            return self.collect(x.unsqueeze(3).expand(-1, -1, -1, volume, -1).flatten(2, 3))
+        return F.pad(x, (0, 0, 1, 0)).index_select(2, self.number)
+
+
+def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """The rows `[B, H, N, D]` in another order. Its gradient is gathered, too, by the inverse order."""
+    found: Tensor = _Reordered.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Reordered(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        return x.index_select(2, order)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        order, inverse = ctx.saved_tensors
+        return reordered(dout, inverse, order), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return tangent.index_select(2, ctx.saved_tensors[0])
 
 
 def cubes_of(shapes: Sequence[Shape], texts: Sequence[int], cube: Shape, device: torch.device) -> Cubes:
@@ -71,6 +113,7 @@ def cubes_of(shapes: Sequence[Shape], texts: Sequence[int], cube: Shape, device:
             .index_fill(2, place, 0.0)
             .to(device)
         )
+    sources = place.argsort().to(device) if padding is None else None
     per_video = torch.tensor(counts, device="cpu")
     first = torch.tensor(rooms, device="cpu").cumsum(0) - torch.tensor(rooms, device="cpu")
     block = first[:, None] + torch.arange(max(rooms), device="cpu")
@@ -87,7 +130,7 @@ def cubes_of(shapes: Sequence[Shape], texts: Sequence[int], cube: Shape, device:
             layout = sample_of_text[:, None] == torch.cat([sample_of_text, sample_of_cube])
             beside = BlockMask.from_layout(layout, block=volume, q_len=room, k_len=total).to(device)
     number = torch.cat(numbers).to(device)
-    return Cubes(place.to(device), number, size.to(device), bounds, room, blocks, padding, mask, beside)
+    return Cubes(place.to(device), sources, number, size.to(device), bounds, room, blocks, padding, mask, beside)
 
 
 def shapes_of(shape: Shape | Sequence[Shape], text: int | Sequence[int], tokens: int) -> list[tuple[Shape, int]]:

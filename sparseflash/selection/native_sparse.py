@@ -7,11 +7,13 @@ from torch import Tensor, nn
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.masks.tiling.columns import Pool
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.attending import over_chosen, over_near, over_past
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
-from sparseflash.selection.choice import Pool, best_blocks, candidates_of, held, summed
+from sparseflash.selection.choice import best_blocks, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
+from sparseflash.selection.gates import gated_sum
 from sparseflash.selection.layer import SelectionLayer, checked_power
 
 
@@ -112,9 +114,7 @@ class NativeSparseAttention(SelectionLayer):
         index = self.choice(q, k_blocks[:, :, :blocks], lse, frame)
         selected = over_chosen(q, k_slc, v_slc, index, frame, self.how, span=self.block)
         near = over_near(q, k_win, v_win, frame, self.how, window=self.window)
-        gates = torch.sigmoid(self.gate(x)).unflatten(2, (3, -1)).permute(2, 0, 3, 1).unsqueeze(-1)  # [3, B, Hq, N, 1]
-        out: Tensor = gates[0] * compressed + gates[1] * selected + gates[2] * near
-        return out
+        return gated_sum(self.gate(x), compressed, selected, near)
 
     def choice(self, q: Tensor, k_blocks: Tensor, lse: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, n]`, from the weights of the compressed branch."""

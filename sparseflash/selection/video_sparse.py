@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sparseflash import scores
 from sparseflash.attention import Backend, attention
@@ -117,7 +116,7 @@ class VideoSparseAttention(Heads):
             for y in (q, k, v)
         )
         coarse = attention(q_mean, k_mean, v_mean, cubes.within, scale=self.scale, backend=self.backend)
-        coarse = F.pad(coarse, (0, 0, 1, 0)).index_select(2, cubes.number)
+        coarse = cubes.of_tokens(coarse, self.volume)
 
         def fine_of(q: Tensor, mask: BlockMask | None) -> Tensor:
             padding = None if cubes.padding is None else scores.key_bias(cubes.padding)
@@ -127,7 +126,7 @@ class VideoSparseAttention(Heads):
         if cubes.text:
             fine = torch.cat([fine_of(q[:, :, : cubes.text], cubes.beside), fine], 2)
         gates = self.gate(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [2, B, Hq, N, D]
-        out: Tensor = gates[0] * coarse + gates[1] * fine.index_select(2, cubes.places)
+        out: Tensor = gates[0] * coarse + gates[1] * cubes.collect(fine)
         return out
 
     @torch.no_grad()

@@ -28,7 +28,7 @@ _LIBRARY = {
     "decode_checks.py": "backends/cached.py blockmask validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
-    "grouped.py": "attention.py blockmask masks/block_index.py merge.py scores validation.py",
+    "grouped.py": "attention.py backends/chosen_rows.py blockmask masks/block_index.py merge.py scores validation.py",
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
@@ -49,17 +49,20 @@ _LIBRARY = {
     "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
-    "masks/fused": "backends/triton:launching backends/triton/device_functions blockmask masks/tiling",
+    "masks/fused": "backends/triton:launching backends/triton/device_functions backends/triton/selected blockmask "
+    "masks/tiling",
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/fused masks/tiling nn scores "
-    "selected_tokens.py",
+    "selection": "attention.py backends backends/chosen_blocks.py backends/triton/selected blockmask decode.py "
+    "grouped.py masks masks/fused masks/tiling nn scores selected_tokens.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
+    "backends/chosen_blocks.py": "backends backends/selected.py backends/triton/selected",
+    "backends/chosen_rows.py": "backends backends/triton backends/triton/selected blockmask",
     "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
     "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "

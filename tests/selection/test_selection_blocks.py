@@ -7,12 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask, selection, testing
+from sparseflash import BlockMask, grouped, selection, testing
 from sparseflash.backends.chosen_blocks import block_attention
 from sparseflash.backends.triton.selected import block_api, block_lists
 from sparseflash.selection import attending
 from tests.drawn.masks import SEEDS
-from tests.selection.layers import WIDTH, filled, sequence
+from tests.selection.layers import WIDTH, example_of, filled, sequence
 
 few = settings(max_examples=max(1, settings().max_examples // 2))
 HEADS = st.sampled_from(
@@ -150,6 +150,66 @@ def test_a_layer_that_gathers_is_the_layer_with_a_mask(kv_heads, sums):
         results.append((out, *torch.autograd.grad(out.float().square().sum(), tuple(layer.parameters()))))
     for got, want in zip(*results):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.detach().abs().max()))
+
+
+@pytest.mark.parametrize("sums", [None, [0, 37, 40, 150]])
+@pytest.mark.parametrize("kind", ["TokenSelection", "SpanSelection"])
+def test_single_tokens_are_gathered_or_masked(kind, sums):
+    layer, x, results = example_of(kind), sequence(150, 1), []
+    for few, called in ((0, True), (1e9, False)):
+        with (
+            mock.patch.object(attending, "_BYTES", few),
+            mock.patch.object(attending, "token_attention", side_effect=attending.token_attention) as gathered,
+        ):
+            out = layer(x, cu_seqlens=sums)
+        assert gathered.called == called
+        results.append((out, *torch.autograd.grad(out.square().sum(), (layer.qkv.weight, layer.out.weight))))
+    for got, want in zip(*results):
+        torch.testing.assert_close(got, want)
+
+
+@few
+@given(
+    st.sampled_from([(2, 8, 2), (1, 20, 1), (1, 3, 3)]), st.integers(1, 60), st.integers(1, 100),
+    st.sampled_from([(16, 16), (48, 32)]), st.sampled_from([16, 64]), st.integers(1, 4), st.booleans(), SEEDS,
+)  # fmt: skip
+@example((1, 16, 1), 70, 70, (16, 16), 16, 3, True, 0)  # long lists are cut
+def test_selected_attention_gathers_for_the_gradients_of_keys(heads, q_len, k_len, dims, span, choices, causal, seed):
+    batch, q_heads, kv_heads = heads
+    (q, k, v), index = drawn((batch, q_heads, kv_heads, kv_heads), q_len, k_len, dims, span, choices, seed)
+    mask = BlockMask.from_dense(live_of(index, span, q_heads, k_len, causal), block=16)
+
+    def selected(q, k, v):
+        return grouped.selected_attention(q, k, v, index, span=span, causal=causal, return_lse=True, backend="triton")
+
+    with (
+        mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered,
+        mock.patch.object(block_api, "_LONGEST", 64),
+    ):
+        testing.assert_exact(selected, q, k, v, mask)
+    assert gathered.called
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dims", "span"), [((64, 4), (192, 128), 64), ((64, 4), (128, 128), 128)])
+def test_a_gpu_gathers_for_the_gradients_of_keys(heads, dims, span, dtype):
+    (q, k, v), index = drawn((1, *heads, heads[1]), 2000, 2000, dims, span, 8, 0, dtype)
+    index[..., 0] = 0  # all choose the first block
+    mask = BlockMask.from_dense(live_of(index, span, heads[0], 2000, True), block=16).to("cuda")
+    q, k, v, index = q.cuda(), k.cuda(), v.cuda(), index.cuda()
+
+    def selected(q, k, v):
+        return grouped.selected_attention(q, k, v, index, span=span, return_lse=True)
+
+    with mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered:
+        testing.assert_exact(selected, q, k, v, mask)
+    assert gathered.called
+    results = []
+    for _ in range(2):
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        results.append(torch.autograd.grad(selected(*given)[0].square().sum(), given))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.gpu

@@ -7,8 +7,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.selected import gates
+from sparseflash.masks.tiling.columns import Pool
 from sparseflash.selection import choice
-from sparseflash.selection.choice import Candidates, Pool, best_blocks, by_operations, summed
+from sparseflash.selection.choice import Candidates, best_blocks, by_operations, summed
+from sparseflash.selection.gates import gated_sum
 from tests.drawn.masks import SEEDS
 from tests.masks.chosen_blocks import by, coarse, distinct, generator
 from tests.selection.layers import KINDS, example_of, sequence
@@ -98,6 +101,23 @@ def test_weights_of_blocks_are_those_of_operations(rows, keys, heads, dim, parts
                 want[..., piece // parts] += weights[..., key]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(summed(q, k, lse, of, part, scale=0.7, pool=pool).double(), want, rtol=2e-2, atol=2e-2)
+
+
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([16, 24]), st.booleans(), SEEDS)
+def test_gated_sums_and_their_gradients_are_those_of_operations(heads, rows, dim, apart, seed):
+    shapes = [(2, rows, 3 * heads), *[(2, heads, rows, dim)] * 4]
+    logits, *parts, dout = (torch.randn(shape, generator=generator(seed + i)) for i, shape in enumerate(shapes))
+    if apart:  # tokens before heads in memory
+        parts = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
+    results = []
+    for way in ("operations", "kernels"):
+        given = [x.detach().requires_grad_() for x in (logits, *parts)]
+        with by(way), mock.patch.object(gates, "backward", side_effect=gates.backward) as backward:
+            out = gated_sum(*given)
+            results.append((out, *torch.autograd.grad(out, given, dout)))
+        assert backward.called == (way == "kernels")
+    for want, got in zip(*results):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])

@@ -59,6 +59,7 @@ class Variant:
         self.index = device.index
         self.compiling: Future[None] | None = None
         self._prepared = False
+        self._first: list[Any] | None = None  # see `check_alike`
 
     @property
     def name(self) -> str:
@@ -89,6 +90,24 @@ class Variant:
         else:
             self.compiling.result()
         self.compiling, self._prepared = None, True
+
+    def check_alike(self, arguments: Sequence[Any]) -> None:
+        """Raises RuntimeError if Triton would specialise these arguments otherwise than those of the first launch, for
+        which the kernel was compiled. A kernel that is started directly would not notice.
+        """
+        asked = getattr(self.function, "kwargs", {})  # in the interpreter alone
+        anything, anywhere = (asked.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
+        found = [
+            x if name.isupper() else _specialised(x, name in anything, name in anywhere)
+            for name, x in zip(self.names, arguments, strict=True)
+        ]
+        if self._first is None:
+            self._first = found
+        for name, x, first in zip(self.names, found, self._first, strict=True):
+            if x != first:
+                raise RuntimeError(
+                    f"{name} of {self.name} must be alike in all starts of a launch; got {x}, and {first} at first."
+                )
 
     def launch(self, programs: int, arguments: Sequence[Any]) -> None:
         with on_device(self.device):
@@ -176,6 +195,7 @@ class Launch:
     def start(self, programs: int, *given: Any) -> None:
         if not self.variant.can_start_directly():
             arguments = self.arguments(given)
+            self.variant.check_alike(arguments)
             self.variant.prepare(arguments)
             if not self.variant.can_start_directly():
                 self.variant.launch(programs, arguments)
@@ -303,6 +323,17 @@ class Describe:
         made = object.__new__(self._kind)
         made.__dict__ = {**self._fields, "base": x}
         return made
+
+
+def _specialised(x: Any, anything: bool, anywhere: bool) -> Any:
+    """The properties of an argument that Triton specialises on. anything, anywhere: not its value, not its address."""
+    if isinstance(x, tuple):
+        return tuple(_specialised(each, anything, anywhere) for each in x)
+    if isinstance(x, Tensor):
+        return x.dtype, anything or anywhere or x.is_meta or x.data_ptr() % 16 == 0
+    if isinstance(x, int) and not anything:
+        return type(x), x == 1, x % 16 == 0
+    return None if x is None else "a number"
 
 
 def _fits(compiled: Any) -> bool:

@@ -94,8 +94,10 @@ def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
         known += len(mask.bits)
     start = np.cumsum([0, *(len(rows) for rows, *_ in listed)])
     head, row, col, kind = (torch.cat(column) for column in zip(*listed, strict=True))
-    words = torch.cat([mask.bits for mask in masks]).numpy().view(np.uint32)
-    return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), words)
+    # Masks of one pattern have most tiles in common, and what is made of equal tiles is made once.
+    bits, number = bitmask.deduplicate(torch.cat([mask.bits for mask in masks]))
+    kind = torch.cat([number.new_zeros(1), number + 1])[kind]
+    return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), bits.numpy().view(np.uint32))
 
 
 def _cut(

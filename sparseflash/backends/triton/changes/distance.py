@@ -19,7 +19,7 @@ from sparseflash.backends.triton.device_functions.loads import along_keys, along
 from sparseflash.backends.triton.device_functions.softmax import LN2
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
-from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, heard_of
+from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, received
 from sparseflash.backends.triton.hopper.scores import (
     as_float,
     from_first_column,
@@ -178,7 +178,7 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 
 @gluon.jit
-def hopper_tell(
+def hopper_send(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     """`(by how many tokens the first key comes after the first query, side of the queries, bits of the slope)`. The
@@ -195,9 +195,9 @@ def hopper_tell(
 
 
 @gluon.jit
-def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    ahead, side = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
-    return as_float(heard_of(CHANGES, NUMBER, step, 2)), ahead, side
+def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    ahead, side = received(CHANGES, NUMBER, step, 0), received(CHANGES, NUMBER, step, 1)
+    return as_float(received(CHANGES, NUMBER, step, 2)), ahead, side
 
 
 @gluon.jit
@@ -256,8 +256,8 @@ class DistanceOnHopper(HopperKind):
             "apply": hopper_apply, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
         }  # fmt: skip
         if request.backward:
-            self.told = 3
-            self.functions = {"tell": hopper_tell, "begin_tile": hopper_hear, "of_rows": hopper_of_keys}
+            self.sent = 3
+            self.functions = {"send": hopper_send, "begin_tile": hopper_receive, "of_rows": hopper_of_keys}
         if any(wanted):
             self.sums = (KEYS.value,)
             self.functions |= {"start": hopper_start, "gradient": hopper_gradient, "finish_head": hopper_finish_head}

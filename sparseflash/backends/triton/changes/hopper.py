@@ -36,9 +36,9 @@ descriptor of gradients)`, and `of_tokens` is `(qk_scale, queries, keys minus qu
 calls
 
 - `buffers(args, ROWS, KEYS)`: as in the forward.
-- `begin(args, of_tokens)`: called once in each program. The result is the argument `begun` of `tell`.
-- `tell(args, begun, place, of_tokens, ROWS)`: returns `(numbers, kept)` for a step. The loading warp passes the
-  numbers, as many as `told`, to the warpgroups through shared memory, where `record.heard_of` reads them. `place` is
+- `begin(args, of_tokens)`: called once in each program. The result is the argument `begun` of `send`.
+- `send(args, begun, place, of_tokens, ROWS)`: returns `(numbers, kept)` for a step. The loading warp passes the
+  numbers, as many as `sent`, to the warpgroups through shared memory, where `record.received` reads them. `place` is
   `(batch, head, number of the head in its group, first query, first key)`.
 - `load_last(args, buffers, step, kept)`: starts loads after those of queries and dout, with mbarriers of its own.
 
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
 # The fewest numbers that the backward's loading warp passes to the warpgroups in a step. With fewer, the buffers of
 # plain kernels would move, and plain kernels have been measured with this layout.
-_LEAST_TOLD = 5
+_LEAST_SENT = 5
 # An example of memory for sums. Compiled kernels do not depend on its size.
 _SOME_SUMS = torch.empty(16, dtype=torch.float32, device="meta")
 
@@ -137,7 +137,7 @@ class HopperKind:
     may_be_nan = False  # scores past the lengths may be NaN
     # What the number from `of_rows` belongs to: the tile, each row (only in the backward), or each thread of a row.
     adds: Literal["tile", "rows", "threads"] = "tile"
-    told = 0  # in the backward, how many numbers `tell` returns
+    sent = 0  # in the backward, how many numbers `send` returns
 
     functions: Mapping[str, Any] = {}  # of the kernel that it is prepared for; empty if that kernel ignores it
     facts: Mapping[str, Any] = {}  # compile-time constants of its functions, by upper-case names
@@ -180,10 +180,10 @@ class HopperChanges(Changes):
     """Facts about all of them have upper-case names, for the kernel to read."""
 
     def __init__(self, kinds: Sequence[HopperKind]) -> None:
-        told = sum(each.told for each in kinds)
+        sent = sum(each.sent for each in kinds)
         super().__init__(
             [
-                Functions(each.functions, {**each.facts, "ADDS": each.adds, "TOLD": each.told}, len(each.whole))
+                Functions(each.functions, {**each.facts, "ADDS": each.adds, "SENT": each.sent}, len(each.whole))
                 for each in kinds
             ]
         )
@@ -203,8 +203,8 @@ class HopperChanges(Changes):
         self.HAVE_SUMS_OF_HEADS = any("finish_head" in each.functions for each in kinds)
         self.HAVE_DERIVATIVES = any("derivative" in each.functions for each in kinds)
         self.STORES_GRADIENTS = any("store" in each.functions for each in kinds)
-        self.TOLD = max(_LEAST_TOLD, 1 + told + int(self.HAVE_SUMS_OF_HEADS))
-        self.FIRST_TOLD = tuple(1 + sum(each.told for each in kinds[:number]) for number in range(len(kinds)))
+        self.SENT = max(_LEAST_SENT, 1 + sent + int(self.HAVE_SUMS_OF_HEADS))
+        self.FIRST_SENT = tuple(1 + sum(each.sent for each in kinds[:number]) for number in range(len(kinds)))
         facts = {name: x for name, x in self.__dict__.items() if name.isupper()}
         self.cache_key = f"{self.cache_key} {sorted(facts.items())}"
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparseflash.backends.triton.hopper.record import told
+from sparseflash.backends.triton.hopper.record import send
 from sparseflash.backends.triton.hopper.scores import plus_of_threads
 
 
@@ -49,17 +49,17 @@ def begun(CHANGES: gl.constexpr, changes, of_tokens):
 
 
 @gluon.jit
-def tell(CHANGES: gl.constexpr, changes, of_program, place, of_tokens, number_s, stage, ROWS: gl.constexpr):
+def send_changes(CHANGES: gl.constexpr, changes, of_program, place, of_tokens, number_s, stage, ROWS: gl.constexpr):
     """Passes the numbers of a step to the warpgroups. Returns what each score modification keeps for `load_last`."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
-        if CHANGES.kinds[i].tell is None:
+        if CHANGES.kinds[i].send is None:
             found += ((),)
         else:
-            numbers, kept = CHANGES.kinds[i].tell(CHANGES, i, changes[i], of_program[i], place, of_tokens, ROWS)
-            gl.static_assert(len(numbers) == CHANGES.kinds[i].TOLD, "`told` numbers")
+            numbers, kept = CHANGES.kinds[i].send(CHANGES, i, changes[i], of_program[i], place, of_tokens, ROWS)
+            gl.static_assert(len(numbers) == CHANGES.kinds[i].SENT, "`sent` numbers")
             for n in gl.static_range(len(numbers)):
-                told(number_s, stage, CHANGES.FIRST_TOLD[i] + n, numbers[n], CHANGES.TOLD)
+                send(number_s, stage, CHANGES.FIRST_SENT[i] + n, numbers[n], CHANGES.SENT)
             found += (kept,)
     return found
 

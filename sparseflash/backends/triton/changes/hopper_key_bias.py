@@ -25,7 +25,7 @@ from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT,
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.descriptors import described_channels
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load
-from sparseflash.backends.triton.hopper.record import heard_of
+from sparseflash.backends.triton.hopper.record import received
 from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.hopper.scores import number_of, read_later, store_sums, sums_of_threads
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
@@ -98,7 +98,7 @@ def hopper_multiply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, 
 
 
 @gluon.jit
-def hopper_tell(
+def hopper_send(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     _, _, rows_of, _, _, _ = args
@@ -109,9 +109,9 @@ def hopper_tell(
 
 
 @gluon.jit
-def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
     tensors, _, _, _, _, _ = args
-    bias_ptr = tensors[0] + gl.cast(heard_of(CHANGES, NUMBER, step, 0), gl.int64) * KEYS
+    bias_ptr = tensors[0] + gl.cast(received(CHANGES, NUMBER, step, 0), gl.int64) * KEYS
     return gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, no_scores.type.layout)))
 
 
@@ -178,9 +178,9 @@ class KeyBiasOnHopper(HopperKind):
                 "buffers": hopper_buffers, "load_with_keys": hopper_load_with_keys, "multiply": hopper_multiply
             }  # fmt: skip
             return
-        self.examples, self.told = Given((example,)), 1
+        self.examples, self.sent = Given((example,)), 1
         self.functions = {
-            "tell": hopper_tell, "begin_tile": hopper_hear, "apply_masked": hopper_apply_masked,
+            "send": hopper_send, "begin_tile": hopper_receive, "apply_masked": hopper_apply_masked,
             "of_rows": hopper_of_rows,
         }  # fmt: skip
         if any(wanted):

@@ -25,7 +25,7 @@ from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
 from sparseflash.backends.triton.hopper.descriptors import described_as
 from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
-from sparseflash.backends.triton.hopper.record import heard_of
+from sparseflash.backends.triton.hopper.record import received
 from sparseflash.backends.triton.hopper.scores import pair_buffers, place_of_pairs
 from sparseflash.backends.triton.launch.launches import launch_of
 from sparseflash.backends.triton.launcher import BoundLaunch
@@ -138,7 +138,7 @@ def hopper_buffers_of_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, RO
 
 
 @gluon.jit
-def hopper_tell(
+def hopper_send(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     """`((first query, head), where the tile begins in the bias)`; the gradient is stored at the first two."""
@@ -149,7 +149,7 @@ def hopper_tell(
 
 
 @gluon.jit
-def hopper_tell_stored(
+def hopper_send_stored(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     """`((first row of the stored tile,), where the tile begins in the bias)`; the gradient is stored at that row."""
@@ -182,14 +182,14 @@ def hopper_apply_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers
 @gluon.jit
 def hopper_store(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, batch, first_k):
     _, _, _, _, _, desc = args
-    first_q, head = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
+    first_q, head = received(CHANGES, NUMBER, step, 0), received(CHANGES, NUMBER, step, 1)
     async_store(desc, [batch, head, first_q, first_k], ds_s)
 
 
 @gluon.jit
 def hopper_store_stored(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, batch, first_k):
     _, _, _, _, _, desc = args
-    async_store(desc, [0, 0, heard_of(CHANGES, NUMBER, step, 0), 0], ds_s)
+    async_store(desc, [0, 0, received(CHANGES, NUMBER, step, 0), 0], ds_s)
 
 
 # ---------------------------------------------------------------------- the host
@@ -228,15 +228,15 @@ class PairsOnHopper(HopperKind):
         self.functions = {"buffers": hopper_buffers, "load_last": self._loads, "apply": hopper_apply}
         if request.backward:
             self.functions = {
-                "buffers": hopper_buffers_of_step, "tell": self._tells, "load_last": hopper_load_step,
+                "buffers": hopper_buffers_of_step, "send": self._sends, "load_last": hopper_load_step,
                 "apply": hopper_apply_step,
             }  # fmt: skip
-            self.told = self._told
+            self.sent = self._sent
         if any(wanted):
             self.functions |= {"store": self._stores}
             self._learn()
 
-    _loads, _tells, _told, _stores = hopper_load, hopper_tell, 2, hopper_store
+    _loads, _sends, _sent, _stores = hopper_load, hopper_send, 2, hopper_store
 
     def _whole(self, change: Any) -> tuple[int, ...]:
         batch, heads = change.values.shape[:2]
@@ -293,7 +293,7 @@ class PairsOnHopper(HopperKind):
 class StoredPairsOnHopper(PairsOnHopper):
     """A tile bias. For each batch element and head, the backward writes the gradients of all tiles of its pattern."""
 
-    _loads, _tells, _told, _stores = hopper_load_stored, hopper_tell_stored, 1, hopper_store_stored
+    _loads, _sends, _sent, _stores = hopper_load_stored, hopper_send_stored, 1, hopper_store_stored
 
     def _whole(self, change: Any) -> tuple[int, ...]:
         return numbers_of_tiles(change)

@@ -19,7 +19,7 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest
 from sparseflash.backends.triton.changes.table import in_dtype
 from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, heard_of
+from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, received
 from sparseflash.backends.triton.hopper.record import OF_CHANGE_FIRST as FIRST_ENTRY
 from sparseflash.backends.triton.hopper.record import OF_CHANGE_SECOND as LAST_ENTRY
 from sparseflash.backends.triton.hopper.rows import finite_product
@@ -152,7 +152,7 @@ def hopper_begin(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_tokens):
 
 
 @gluon.jit
-def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, of_tokens, ROWS: gl.constexpr):
+def hopper_send(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, of_tokens, ROWS: gl.constexpr):
     """Four numbers for the warpgroups:
 
     - by how many tokens the first key comes after the first query; with gradients, if all scores share an entry, its
@@ -174,10 +174,10 @@ def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, 
 
 
 @gluon.jit
-def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """The first three numbers of `hopper_tell`, as an integer, a bool and a float."""
-    ahead, is_shared = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1) != 0
-    return ahead, is_shared, as_float(heard_of(CHANGES, NUMBER, step, 2))
+def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    """The first three numbers of `hopper_send`, as an integer, a bool and a float."""
+    ahead, is_shared = received(CHANGES, NUMBER, step, 0), received(CHANGES, NUMBER, step, 1) != 0
+    return ahead, is_shared, as_float(received(CHANGES, NUMBER, step, 2))
 
 
 @gluon.jit
@@ -187,7 +187,7 @@ def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, 
     if not is_shared:
         _, _, _, of_tokens = step
         _, q_len, offset = of_tokens
-        head = heard_of(CHANGES, NUMBER, step, 3) % MOST_HEADS
+        head = received(CHANGES, NUMBER, step, 3) % MOST_HEADS
         here_ptr = entries_of_head(tensors[0], head, q_len, offset)
         s = s + entries_of_scores(here_ptr, ahead, -1, s)
     return s
@@ -216,7 +216,7 @@ def hopper_gradient_later(
     _, q_len, offset = of_tokens
     bucket_sums, bucket = sums
     ahead, is_shared, _ = of_tile
-    first_bucket = (of_item * group + heard_of(CHANGES, NUMBER, step, 3) // MOST_HEADS) * whole[0]
+    first_bucket = (of_item * group + received(CHANGES, NUMBER, step, 3) // MOST_HEADS) * whole[0]
     read_ds = read_later(half_ds).to(gl.float32)
     if is_shared:
         # Most tiles of an item share the previous tile's bucket.
@@ -264,9 +264,9 @@ class TableOnHopper(HopperKind):
             "begin_tile": hopper_begin_tile, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
         }  # fmt: skip
         if request.backward:
-            self.told = 4
+            self.sent = 4
             self.functions = {
-                "begin": hopper_begin, "tell": hopper_tell, "begin_tile": hopper_hear, "apply": hopper_apply,
+                "begin": hopper_begin, "send": hopper_send, "begin_tile": hopper_receive, "apply": hopper_apply,
                 "of_rows": hopper_of_keys,
             }  # fmt: skip
         if self._has_gradient:

@@ -40,7 +40,7 @@ HOPPER_FUNCTIONS = (
     "apply_masked", "of_rows", "finish_rows",
 )  # fmt: skip
 HOPPER_BACKWARD_FUNCTIONS = (
-    "buffers", "begin", "tell", "load_last", "start", "begin_tile", "apply", "apply_masked", "of_rows", "derivative",
+    "buffers", "begin", "send", "load_last", "start", "begin_tile", "apply", "apply_masked", "of_rows", "derivative",
     "gradient", "store", "gradient_later", "finish_head", "finish",
 )  # fmt: skip
 _KNOWN = tuple(dict.fromkeys(FUNCTIONS + HOPPER_FUNCTIONS + HOPPER_BACKWARD_FUNCTIONS))

@@ -11,7 +11,6 @@ from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
-    LIMITS,
     SMALL,
     WIDEST,
     WIDEST_BACKWARD,
@@ -19,6 +18,7 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
+from sparseflash.backends.triton.hopper.limits import LIMITS
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.versions import triton_version

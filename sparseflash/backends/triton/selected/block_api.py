@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,13 +36,17 @@ _LONGEST = 16_384  # rows of queries of a part
 class Call:
     """What the kernels of one call share."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool) -> None:
-        (self.batch, query_heads, self.q_len, self.dim), (_, kv_heads, self.k_len, _) = q.shape, k.shape
+    def __init__(
+        self, sizes: Sequence[int], k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool,
+        reach: int,
+    ) -> None:  # fmt: skip
+        """sizes: of q `[B, Hq, Nq, D]`. heads: that choose. reach: the largest offset of a token of q."""
+        (self.batch, query_heads, self.q_len, self.dim), (_, kv_heads, self.k_len, _) = sizes, k.shape
         self.heads, self.choices, self.span, self.causal = heads, choices, span, causal
         self.group, self.repeats, self.pairs = query_heads // heads, heads // kv_heads, self.batch * heads
         self.v_dim, self.blocks = v.shape[3], -(-self.k_len // span)
-        self.far = max(x.shape[2] * x.stride(2) for x in (q, k, v)) >= COUNT
-        self.precision = input_precision(q.dtype)
+        self.far = max(reach, *(x.shape[2] * x.stride(2) for x in (k, v))) >= COUNT
+        self.precision = input_precision(k.dtype)
 
     def shape(self, rows: int, keys: int) -> BlockShape:
         """The constants for tiles of these rows and keys, which lie in one block."""
@@ -81,7 +85,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Transposed]:
     """`(out, lse, lists)`."""
     out, lse = empty_out(q, v), empty_lse(q)
-    of = Call(q, k, v, index.shape[1], index.shape[3], span, causal)
+    of = Call(q.shape, k, v, index.shape[1], index.shape[3], span, causal, q.shape[2] * q.stride(2))
     check_count(
         "batch x heads that choose x queries x blocks of each",
         of.batch,
@@ -119,8 +123,7 @@ def forward(
 
 
 class Rows(NamedTuple):
-    """Of each row of queries the lse in base 2 and delta, and the strides of a pair, a token, and a head of its
-    group."""
+    """The lse in base 2 and delta of each row of queries, and the strides of a pair, a token, and a head of a group."""
 
     lse2: Tensor
     delta: Tensor
@@ -132,13 +135,14 @@ def backward(
     span: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
-    of = Call(q, k, v, lists.chosen.shape[0] // q.shape[0], lists.chosen.shape[2], span, causal)
+    heads, choices = lists.chosen.shape[0] // q.shape[0], lists.chosen.shape[2]
+    reach = max(x.shape[2] * x.stride(2) for x in (q, dout))
+    of = Call(q.shape, k, v, heads, choices, span, causal, reach)
     dq = empty_gradient(q)
     if dq.numel() == 0 or k.numel() == 0:
         return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
-    of.far = of.far or dout.shape[2] * dout.stride(2) >= COUNT
     lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     scales = scale, scale * LOG2E.value
     with on_device(q.device):
@@ -215,3 +219,27 @@ def of_keys(
     if of.repeats == 1:
         return dk, dv
     return dk.unflatten(1, (-1, of.repeats)).sum(2), dv.unflatten(1, (-1, of.repeats)).sum(2)
+
+
+def gradients_of_keys(
+    rows: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, index: Tensor, group: int, span: int,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(dk, dv)` for queries in rows: `[B, Hkv, Nq * heads, D]`, the heads of a query one behind the other.
+
+    lse2, delta: fp32 `[B, Hkv, at least Nq * heads]`. index: `[B, Hkv, Nq, K]`.
+    """
+    batch, kv_heads, q_len, choices = index.shape
+    heads = rows.shape[2] // q_len
+    rows, k, v, dout = (readable(x) for x in (rows, k, v, dout))
+    reach = max(x.shape[2] * x.stride(2) for x in (rows, dout))
+    sizes = batch, kv_heads * group, q_len, rows.shape[3]
+    of = Call(sizes, k, v, kv_heads, choices, span, causal, reach)
+    q_strides, dout_strides = (
+        (x.stride(0), x.stride(1), heads * x.stride(2), x.stride(2)) for x in (rows, dout)
+    )  # fmt: skip
+    with on_device(rows.device):
+        lists = transposed(index, of.blocks, span, of.k_len, causal)
+        of_rows = Rows(lse2, delta, (lse2.stride(1), heads, 1))
+        dk, dv = of_keys(of, rows, k, v, dout, q_strides, dout_strides, of_rows, lists, scale)
+    return empty_gradient(k).copy_(dk), empty_gradient(v).copy_(dv)

@@ -229,7 +229,7 @@ def sum_kernel(
     total = tl.zeros([ROWS, PADDED], tl.float32)
     first = tl.load(stops_ptr + found - 1, mask=found > 0, other=0)
     for item in range(first, tl.load(stops_ptr + found)):
-        row = item.to(tl.int64) * span + in_block
+        row = item * span + in_block  # in 64 bits, as stops
         total += tl.load(parts_ptr + (row * WIDTH)[:, None] + dims[None, :], mask=inside, other=0.0)
     pointers = sums_ptr + ((pair * k_len + key) * WIDTH)[:, None] + dims[None, :]
     tl.store(pointers, total.to(sums_ptr.dtype.element_ty), mask=inside)

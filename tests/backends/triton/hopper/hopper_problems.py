@@ -56,8 +56,8 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is,
-    change_others=None, backward=None, changes=None, most_filled=None, **config,
+    change=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
+    most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -85,7 +85,7 @@ def interpreted(
         (
             backward_pass,
             "backward_kernel",
-            Interpreted(backward_module, "backward_kernel", seed, change_backward, change_others),
+            Interpreted(backward_module, "backward_kernel", seed, others=change_others),
         ),
         (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
         (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),

@@ -3,6 +3,7 @@
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.interpreting.gluon import Deadlock
@@ -27,6 +28,15 @@ def synchronising_lines(module, after="", upto=""):
     lines = text.splitlines()
     begin, end = (text[: text.index(f"-- {title}\n")].count("\n") if title else None for title in (after, upto))
     return [i for i in range(len(lines))[begin:end] if lines[i].strip().startswith(SYNCHRONISES)]
+
+
+def lines_of(*modules):
+    """`synchronising_lines` of several files, as parameters `(module, line)` of a test."""
+    return [
+        pytest.param(module, line, id=f"{module.__name__.rpartition('_')[2]}-{line}")
+        for module in modules
+        for line in synchronising_lines(module)
+    ]
 
 
 def without(line):

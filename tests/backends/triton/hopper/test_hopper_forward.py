@@ -26,7 +26,7 @@ from tests.backends.triton.hopper.hopper_problems import (
     run,
     some_problem,
 )
-from tests.backends.triton.hopper.missing_lines import assert_noticed, synchronising_lines, without
+from tests.backends.triton.hopper.missing_lines import assert_noticed, lines_of, synchronising_lines, without
 from tests.drawn.dynamic_masks import Loosened
 from tests.drawn.masks import Recipe
 
@@ -182,14 +182,7 @@ def right():
     return {name: case() for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        pytest.param(module, line, id=f"{module.__name__.rpartition('_')[2]}-{line}")
-        for module in (forward_loader, forward_steps, forward_ends)
-        for line in synchronising_lines(module)
-    ],
-)
+@pytest.mark.parametrize(("module", "line"), lines_of(forward_loader, forward_steps, forward_ends))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(module, line, right):
     others = {module.__file__: without(line)}
     cases = [(partial(case, change_others=others), right[name]) for name, case in CASES.items()]

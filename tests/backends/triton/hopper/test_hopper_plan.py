@@ -89,7 +89,11 @@ def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
 
 
 def test_long_rows_of_few_queries_are_cut():
-    for q_len, k_len, chunks in ((1024, 65_536, 4), (1024, 24_576, 1), (16_384, 65_536, 1), (128, 25_000, 2)):
+    cases = (
+        (1024, 65_536, 4), (1024, 24_576, 1), (16_384, 65_536, 1), (128, 65_536, 4), (128, 25_000, 4), (200, 16_384, 4),
+        (128, 4096, 1),
+    )  # fmt: skip
+    for q_len, k_len, chunks in cases:
         items = planned(masks.dense(q_len, k_len, block=128), 1, 2)
         rows = 2 * -(-q_len // 128)
         assert (len(items.work), items.parts) == (rows * chunks, rows * chunks if chunks > 1 else 0)

@@ -11,7 +11,7 @@ from sparseflash.backends.triton.changes.distance import finish, start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, examples_of
 from sparseflash.backends.triton.changes.kind import Kind
 from sparseflash.backends.triton.changes.softcap import has_hardware_tanh, tanh_and_slope
-from sparseflash.backends.triton.hopper.record import HEAD, field, heard_of
+from sparseflash.backends.triton.hopper.record import HEAD, field, received
 from sparseflash.backends.triton.hopper.scores import as_float, hyperbolic_tangent
 
 
@@ -85,14 +85,14 @@ def apply_in_forward(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers,
 
 
 @gluon.jit
-def tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr):
+def send(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr):
     tensors, _, _, _, _, _ = args
     return (gl.cast(gl.load(tensors[0] + place[1]), gl.int32, bitcast=True),), ()
 
 
 @gluon.jit
-def hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    return as_float(heard_of(CHANGES, NUMBER, step, 0))
+def receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    return as_float(received(CHANGES, NUMBER, step, 0))
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s, gain):
 
 class LearnedCapOnHopper(HopperKind):
     keeps_branch = True
-    told = 1
+    sent = 1
 
     @classmethod
     def unit(cls, change):
@@ -121,7 +121,7 @@ class LearnedCapOnHopper(HopperKind):
             "no_item": no_item, "begin_item": begin_item, "begin_tile": begin_tile, "apply": apply_in_forward
         }  # fmt: skip
         if request.backward:
-            self.functions = {"tell": tell, "begin_tile": hear, "apply": apply_in_backward, "derivative": derivative}
+            self.functions = {"send": send, "begin_tile": receive, "apply": apply_in_backward, "derivative": derivative}
 
     def tensors(self, change):
         return Given((aligned_start(change.gain.contiguous()),))
