@@ -126,7 +126,7 @@ def _of_places(distance: Distance | None, function: Function | None, shift: int,
 
 
 class Located(NamedTuple):
-    """Where a score is: the arguments of a function, and those of a distance and a table."""
+    """Where a score is: the arguments of a function, of a distance and of a table."""
 
     batch: Tensor
     head: Tensor
