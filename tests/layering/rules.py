@@ -178,6 +178,7 @@ KERNELS = (
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/select.py",
+    "masks/fused/starts.py",
     "masks/fused/summed_scores.py",
     "masks/fused/tile_scores.py",
     "masks/fused/unused.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -61,7 +62,7 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
     for each in accuracies:
         folder = each.folder.removesuffix(f"/seed{each.seeds}")
         run = folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
-        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
+        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{word(each.variant)}"
         settings = {
             "seeds": each.seeds,
             "runs": [100 * accuracy for accuracy in each.values],
@@ -75,6 +76,8 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
             "best_rule": each.best_rule,
             "best_rule_accuracy": 100 * each.best_rule_accuracy,
         }
+        if word(each.variant) != each.variant:
+            settings["mask"] = each.variant
         value = 100 * each.mean
         if each.std is None or not math.isfinite(each.std) or not value:
             found.append(Measurement(name, value, None, "%", settings))
@@ -82,3 +85,12 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
             spread = 100 * each.std / value
             found.append(Measurement(name, value, spread, "%", settings, spread_of="seeds", seeds=each.runs))
     return found
+
+
+def word(variant: str) -> str:
+    """A variant as a part of a name.
+
+    >>> word("local(n, window=8) | butterfly(n)")
+    'local-n-window-8-butterfly-n'
+    """
+    return re.sub(r"\W+", "-", variant).strip("-")

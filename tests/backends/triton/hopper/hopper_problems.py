@@ -56,7 +56,7 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
+    change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
     most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
@@ -79,7 +79,7 @@ def interpreted(
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
-        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change, change_others)),
+        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, others=change_others)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (

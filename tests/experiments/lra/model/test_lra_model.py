@@ -18,12 +18,7 @@ from experiments.training import lr_schedule
 from experiments.training.layers.rotary import RotaryPositions
 from sparseflash import BlockMask, masks
 from sparseflash.nn.rotary import rotate
-from tests.experiments.lra.models import CPU, SMALL, fake_batch, training_step
-
-
-def model_with(mask: BlockMask, **changes) -> Classifier:
-    config = Config(**{**vars(SMALL), **changes})
-    return build_model(config, TASKS[config.task], mask)
+from tests.experiments.lra.models import CPU, SMALL, fake_batch, model_with, training_step
 
 
 @pytest.mark.parametrize("pool", POOLS)
