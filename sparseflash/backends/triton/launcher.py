@@ -273,7 +273,7 @@ class LaunchSequence:
 
 
 def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Their device must be current."""
+    """Starts these kernels one after another on the current stream; their device must be current."""
     stream = torch._C._cuda_getCurrentRawStream(variants[0].index)
     start = native.module().start
     failed = start(kernels, given, stream)
