@@ -92,7 +92,7 @@ class Variant:
         self.compiling, self._prepared = None, True
 
     def check_alike(self, arguments: Sequence[Any]) -> None:
-        """Raises RuntimeError if Triton would specialise these arguments otherwise than those of the first launch, for
+        """Raises RuntimeError if Triton would specialise these arguments otherwise than the first launch did, for
         which the kernel was compiled. A kernel that is started directly would not notice.
         """
         asked = getattr(self.function, "kwargs", {})
@@ -219,7 +219,7 @@ class Launch:
 
 def launches_of(function: Any, *, num_warps: int, num_stages: int, most: int = 64) -> Callable[..., Launch]:
     """Makes `Launch.of_all_arguments` for a device and everything that Triton specialises on, its arguments: once for
-    each, of which the last `most` are kept.
+    each; the last `most` are kept.
     """
 
     @bounded(maxsize=most)
@@ -274,7 +274,7 @@ class LaunchSequence:
 
 
 def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Their device must be current."""
+    """Starts these kernels one after another on the current stream; their device must be current."""
     stream = torch._C._cuda_getCurrentRawStream(variants[0].index)
     start = native.module().start
     failed = start(kernels, given, stream)
