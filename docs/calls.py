@@ -70,7 +70,6 @@ _MULTIHEAD = (
 _SELECTION = "{} must not be given to MixtureOfBlocks: {}."
 _UNCHANGED = "it has no score modifications. Use nn.SparseSelfAttention, or the functions of masks and attention"
 
-# The message of each cell that is refused.
 REFUSED = {
     ("varlen", "mask by batch"): (
         "mask must not be given to attention_varlen: pass the pattern of a sequence, a function of its length or a "
@@ -125,7 +124,6 @@ REFUSED = {
         "model with sparseflash.attention and the whole mask in its place."
     ),
 }
-# Why a cell has no meaning.
 _MODELS = "models of Transformers ask for soft caps, sinks and biases only"
 NOTHING = {
     ("layer", "Dv"): "the heads of a layer have one size",

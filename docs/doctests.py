@@ -21,6 +21,5 @@ class Doctests(Extension):
     """Rewrites every docstring that is loaded."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Called by griffe for each module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = fenced(obj.docstring.value)

@@ -40,9 +40,7 @@ REFERENCE = re.compile(r"^::: ([\w.]+)$(?:\n    options: \{(.*)\}$)?", re.MULTIL
 HEADING = re.compile(r"^## ", re.MULTILINE)
 PATTERN = re.compile(r"^::: (sparseflash\.masks\.\w+\.(\w+))$", re.MULTILINE)
 THUMBNAILS = "<!-- pictures -->"  # where a family of patterns has its pictures
-FIGURE = re.compile(
-    r"<!-- /?(?:figure|table|text|runs?)\b[^>]*-->"
-)  # docs/figures; Python-Markdown would end a paragraph there
+FIGURE = re.compile(r"<!-- /?(?:figure|table|text|runs?)\b[^>]*-->")
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -213,7 +211,7 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Rewrites the links and headings of a page. Copied pages are not searched."""
+    """Copied pages are not searched."""
     if page.file.src_uri.startswith(f"{COPIES}/"):
         page.meta["search"] = {"exclude": True}
     return with_public_names(with_thumbnails(rewritten(markdown, page.file.src_uri, config.repo_url)))

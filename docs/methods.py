@@ -14,7 +14,6 @@ class Methods(Extension):
     """Replaces such attributes of every class of a package by the functions."""
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
-        """Called by griffe once a package is loaded."""
         for module in every_module(pkg):
             for cls in module.classes.values():
                 if not cls.is_alias:

@@ -45,10 +45,7 @@ def asked(
     capability: tuple[int, int] = (9, 0), tokens: int = TOKENS, change: Scores | Change | None = None,
     dropped: bool = False,
 ) -> tuple[str, str, str]:  # fmt: skip
-    """The kernels of the forward and of the backward, and the reasons against the Hopper kernels.
-
-    The same answers as `explain`, without its plans: a plan for a mask on a GPU needs the GPU.
-    """
+    """The same answers as `explain`, without its plans: a plan for a mask on a GPU needs the GPU."""
     q, k, v = (torch.empty(1, HEADS, tokens, dim, dtype=dtype, device="meta") for dim in (dims[0], *dims))
     dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), threshold(0.1)) if dropped else None
     problem = Problem.of(mask, scale=1.0, batch=1, dropout=dropout, kernels="")
@@ -175,10 +172,7 @@ def rows(*cells: list[str]) -> str:
 
 
 def gpus() -> str:
-    """Kernels by GPU, dtype and head dim, under a causal mask. GPUs with equal answers share a column.
-
-    Without the column of the portable kernels: what has no column runs these.
-    """
+    """Kernels by GPU, dtype and head dim, under a causal mask."""
     mask = masks.causal(TOKENS)
     answers = {
         (gpu, dtype): [asked(mask, dims=dims, dtype=dtype, capability=gpu)[:2] for dims in HEAD_DIMS]
@@ -267,7 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """The page with regenerated tables. Where a table does not name a Triton, its answers hold for the newest."""
+    """Where a table does not name a Triton, its answers hold for the newest."""
     with under(MEASURED[-1].triton):
         return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
 

@@ -76,7 +76,6 @@ class Measurement:
 
     @property
     def way(self) -> str:
-        """The implementation that was measured: the last part of the name."""
         return self.name.rpartition("/")[2]
 
 
@@ -109,7 +108,6 @@ def current_run(
 
 
 def run_of(facts: Mapping[str, str], *, seed: int | None = None, helped: Iterable[str] = ()) -> Run:
-    """The run that `experiments.training.environment.environment` described; further facts are versions."""
     import sparseflash
 
     versions = {name: fact for name, fact in facts.items() if name not in _OWN}
@@ -121,7 +119,6 @@ def run_of(facts: Mapping[str, str], *, seed: int | None = None, helped: Iterabl
 
 
 def write(path: Path | str, run: Run, measurements: Iterable[Measurement]) -> None:
-    """Writes one run; refuses measurements that another run made, and a name that occurs twice."""
     seen: set[str] = set()
     lines = [json.dumps({"run": _plain(run)})]
     for measurement in measurements:
@@ -140,8 +137,7 @@ def add_seed(path: Path | str, run: Run, measurements: Iterable[Measurement]) ->
     """Adds the measurements of one seed to a file, and returns all that it holds now.
 
     A value becomes the mean over all seeds in the file, and its spread their standard deviation over the mean; the
-    settings `runs` and `run_seeds` keep the single values. Raises ValueError for a seed that is there already, and for
-    another device, commit or version than the file's.
+    settings `runs` and `run_seeds` keep the single values.
     """
     path = Path(path)
     if run.seed is None:
@@ -169,7 +165,6 @@ def add_seed(path: Path | str, run: Run, measurements: Iterable[Measurement]) ->
 
 
 def _with_seed(new: Measurement, before: Measurement | None, seed: int) -> Measurement:
-    """The mean of a measurement and of the seeds before it."""
     if new.value is None:
         raise ValueError(f"{new.name} must have a value to be added to a mean; it failed: {new.failure}")
     runs, seeds = [new.value], [seed]
@@ -242,7 +237,6 @@ def _when(measurement: Measurement) -> str:
 
 
 def _plain(data: Run | Measurement) -> dict[str, Any]:
-    """The fields to write: those without a default, and the others where they differ from it."""
     made = {one.name: getattr(data, one.name) for one in fields(data) if one.name != "run"}
     for name, default in (("settings", {}), ("spread_of", "turns"), ("seeds", None), ("failure", "")):
         if name in made and made[name] == default:

@@ -19,8 +19,6 @@ BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distin
 Lengths are given by position, everything else by name. Lengths are in tokens.
 """
 
-# One family a file. In the repository this folder stands at the top; it is imported as `sparseflash.masks`.
-
 from typing import TYPE_CHECKING, NoReturn
 
 if __name__ != "sparseflash.masks":

@@ -83,8 +83,8 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
         keys = keys + torch.stack([x[some] for x in offset], 1)[:, None]
         # Coordinates of one axis side by side, because comparing every second number is slower.
         queries, keys = (x.movedim(-1, 0).contiguous() for x in (queries, keys))
-        equal = queries[0, :, :, None] == keys[0, :, None, :]  # on all axes so far
-        near = torch.ones_like(equal)  # on all but one
+        equal = queries[0, :, :, None] == keys[0, :, None, :]
+        near = torch.ones_like(equal)
         for axis in range(1, len(sides)):
             same = queries[axis, :, :, None] == keys[axis, :, None, :]
             near = near & same | equal

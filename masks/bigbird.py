@@ -149,7 +149,6 @@ def deepspeed_bigbird(
 def _with_window_and_global(
     blocks: int, rows: Integers, cols: Integers, reach: int, ends: tuple[Integers, ...]
 ) -> tuple[Integers, Integers]:
-    """The given tiles, the tiles of a window, and the rows and columns in `ends`; some of them more than once."""
     i = np.arange(blocks)
     all_rows, all_cols = [rows], [cols]
     for step in range(-reach, reach + 1):

@@ -64,7 +64,7 @@ def mask_of_queries(
     (batch, heads, q_len, choices), device = index.shape, index.device
     cols = -(-k_len // block_k)
     col, first = _sorted_once(index, None, cols)
-    kind = torch.zeros_like(col)  # t > 0: the first t keys of a block are live
+    kind = torch.zeros_like(col)
     if causal and stop is None:
         stop = torch.arange(k_len - q_len, k_len, device=device) + 1
     if stop is not None:
@@ -75,7 +75,7 @@ def mask_of_queries(
         kind = torch.where(col == cols - 1, k_len % block_k, 0)
     room = batch * heads * q_len * min(choices, cols)
     words = _first_keys(block_k, rows, device)
-    if torch.compiler.is_compiling():  # Dynamo cannot guard the sizes of a kept tensor on q's
+    if torch.compiler.is_compiling():
         pattern = torch.arange(batch * heads, dtype=torch.int32, device=device).view(batch, heads)
     else:
         pattern = pattern_of(batch, heads, 1, device)
@@ -96,10 +96,6 @@ _first_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The arrays `(indptr, indices, tile)` of the mask, with room for `room` tiles.
-
-    Takes time and memory in proportion to the lists, not to all tiles.
-    """
     col, first = _sorted_once(index, counts, -(-of.k_len // of.block[1]))
     at = (col - of.last_whole).clamp(0, of.kinds.shape[1] - 1)
     kind = of.kinds.expand(*col.shape[:2], -1, -1).gather(3, at)

@@ -82,7 +82,7 @@ def butterfly(
     [[0, 1], [0, 2], [0, 4], [0, 1]]
     """
     q_len, block, count = square_blocks(q_len, block, "butterfly")
-    radix = min(at_least(2, radix, "radix", ""), max(count, 2))  # from `count` on, stride 1 links all blocks
+    radix = min(at_least(2, radix, "radix", ""), max(count, 2))
     global_blocks = at_least(0, global_blocks, "global_blocks", "blocks")
     chosen = _strides(count, block, radix, factors, strides)
     if layer is not None:

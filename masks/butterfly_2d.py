@@ -67,7 +67,7 @@ def butterfly_2d(
     """
     height, width = at_least(1, height, "height", "pixels"), at_least(1, width, "width", "pixels")
     q_len, _ = token_counts(height * width, height * width)
-    radix = min(at_least(2, radix, "radix", ""), max(height, width, 2))  # from there on, stride 1 links all cells
+    radix = min(at_least(2, radix, "radix", ""), max(height, width, 2))
     cell_h, cell_w = (at_least(1, side, "cell", "pixels") for side in _pair(cell, "cell"))
     cell_h, cell_w = min(cell_h, height), min(cell_w, width)
     wanted = (None, None) if factors is None else _pair(factors, "factors")
@@ -100,8 +100,6 @@ def butterfly_2d(
     key = distinct(torch.cat(keys))[0]
     rows, cols = key // col_blocks, key % col_blocks
 
-    # The bits of a tile depend on where in a row of the image its queries and keys start, and on which of the rows that
-    # it covers are related.
     row_q, row_k = rows * block_q // width, cols * block_k // width
     rows_q, rows_k = ((b + width - 2) // width + 1 for b in (block_q, block_k))
     codes = [rows * block_q % width, cols * block_k % width]
@@ -140,7 +138,7 @@ def _lowest(count: int, radix: int, factors: int | None, side: str) -> list[int]
 
 def _related(a: Tensor, b: Tensor, strides: list[int], radix: int) -> Tensor:
     """Whether nodes are equal or differ in the digit of one of the strides, the lowest powers of the radix."""
-    if radix == 2:  # the same as the loop, in far fewer steps
+    if radix == 2:
         differ = a ^ b
         return (differ & (differ - 1) == 0) & (differ < 1 << len(strides))
     found = a == b
@@ -150,7 +148,6 @@ def _related(a: Tensor, b: Tensor, strides: list[int], radix: int) -> Tensor:
 
 
 def _expanded(a: Tensor, b: Tensor, length: int, cell: int) -> tuple[Tensor, Tensor]:
-    """The pairs of pixels of pairs of cells, on one side of the image."""
     inside = torch.arange(cell, device="cpu")
     first = (a[:, None, None] * cell + inside[:, None]).expand(-1, cell, cell).reshape(-1)
     second = (b[:, None, None] * cell + inside).expand(-1, cell, cell).reshape(-1)

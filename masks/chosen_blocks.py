@@ -150,7 +150,6 @@ def _share(mass: Any) -> float:
 
 
 def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: int) -> BlockMask:
-    """The mask of the `most` best blocks of each row, or of the fewest among them that hold the share `mass`."""
     batch, heads, rows, cols = scores.shape
     most = min(most, cols)
     if scores.dtype in fused.DTYPES and fused.serves(scores, rows, cols):
@@ -169,7 +168,7 @@ def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: in
 
 def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """The columns of each row, forced ones first, then by score; their scores, or -inf; and which may be kept."""
-    scored = of.open & (scores > -torch.inf)  # False for NaN
+    scored = of.open & (scores > -torch.inf)
     # Finite, so that no score is as high as a forced block, and the softmax has no inf - inf.
     clean = torch.where(scored, scores.clamp(max=torch.finfo(scores.dtype).max), -torch.inf)
     order = clean.masked_fill(of.forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -178,7 +177,7 @@ def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
 
 def _holding(clean: Tensor, order: Tensor, mass: float) -> Tensor:
     """Whether each block of the order is needed to hold the share, bool like the order."""
-    if mass == 1.0:  # including blocks of weight 0
+    if mass == 1.0:
         return torch.ones_like(order, dtype=torch.bool)
     weights = torch.softmax(clean, -1, dtype=torch.promote_types(clean.dtype, torch.float32))
     # NaN: no block of the row may be chosen by its score.

@@ -141,7 +141,7 @@ def _span(span: int, k_len: int) -> int:
     span = at_least(1, span, "span", "keys")
     if span & (span - 1):
         raise ValueError(f"span must be a power of two; got {span}.")
-    return min(span, 1 << (k_len - 1).bit_length())  # one run of all keys
+    return min(span, 1 << (k_len - 1).bit_length())
 
 
 def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: int, *, distinct: bool) -> BlockMask:
@@ -216,9 +216,7 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
 
 
 def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
-    """The mask of the found tiles, with these bits. Where neighbouring queries agree a tile is full, and kernels do not
-    read its bits.
-    """
+    """Where neighbouring queries agree a tile is full, and kernels do not read its bits."""
     full = (bits == bitmask.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
     return dynamic_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
@@ -226,7 +224,7 @@ def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int
 
 def _without_repetitions(indices: Tensor) -> Tensor:
     """The indices of each query in ascending order, with -1 in place of repetitions."""
-    if not indices.dtype.is_signed:  # it has no -1
+    if not indices.dtype.is_signed:
         indices = indices.to(torch.int64)
     indices = indices.sort(-1).values
     again = torch.nn.functional.pad(indices[..., 1:] == indices[..., :-1], (1, 0))
@@ -264,7 +262,6 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
         value = value.masked_fill(col >= cols, 0)
         place = (q // block_q).unsqueeze(-1) * cols + col.clamp_(max=cols - 1)
         word = (q % block_q).unsqueeze(-1) * width + word % width
-        # Only keys that the frame allows are live: none past the ends or the diagonal.
         value = value & kinds[of.kind[place].long() * (block_q * width) + word]
         value = value.masked_fill_(~of.open.view(-1)[place], 0)
         tile = pattern.unsqueeze(-1) * (rows * cols) + place

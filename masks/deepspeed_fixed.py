@@ -80,7 +80,7 @@ def deepspeed_fixed(
     i = torch.arange(count, device="cpu")
     in_chunk = torch.arange(min(local, count), device="cpu").expand(count, -1) + (i // local * local)[:, None]
     chunk_rows, chunk_cols = i[:, None].expand_as(in_chunk)[in_chunk < count], in_chunk[in_chunk < count]
-    whole = count - count % local  # blocks in whole chunks
+    whole = count - count % local
     heads = heads if patterns > 1 else 1
     masks = []
     for number in range(min(patterns, heads)):

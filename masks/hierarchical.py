@@ -60,7 +60,7 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
     True
     """
     q_len, block, count = square_blocks(q_len, block, "hierarchical")
-    most = max((count - 1).bit_length() - 1, 0)  # a level exists if it has at least three cells
+    most = max((count - 1).bit_length() - 1, 0)
     levels = most if levels is None else integer(levels, "levels", "levels")
     if not 0 <= levels <= most:
         raise ValueError(f"levels must lie between 0 and {most} for {count} blocks of {block}; got {levels}.")

@@ -124,7 +124,7 @@ def dilated(q_len: int, *, window: int, dilation: int, causal: bool = False, blo
     q_len, _ = token_counts(q_len, q_len)
     window, dilation = at_least(1, window, "window", "keys"), at_least(1, dilation, "dilation", "tokens")
     causal = flag(causal, "causal")
-    within = (q_len - 1) // dilation  # steps that stay inside the sequence
+    within = (q_len - 1) // dilation
     farthest = min(window - 1 if causal else window // 2, within)
     steps = torch.arange(0 if causal else -farthest, farthest + 1, device="cpu")
     return diagonals(steps * dilation, q_len, block=block)

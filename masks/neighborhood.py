@@ -98,10 +98,9 @@ def neighborhood(
 
 
 def _range(side: int, window: int, stride: int, dilation: int, causal: bool, shift: bool) -> Range:
-    """The range that each coordinate of one axis sees."""
     place = torch.arange(side, device="cpu")
     residue, x = place % dilation, place // dilation
-    n = (side - 1 - residue) // dilation + 1  # tokens with this remainder
+    n = (side - 1 - residue) // dilation + 1
     if causal:
         leader = torch.minimum(x // stride * stride + stride - 1, n - 1)
         first, last = (leader - window + 1).clamp(min=0), x

@@ -82,6 +82,5 @@ def means_of_blocks(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
     x = x.masked_fill((tokens >= lengths.view(-1, 1))[:, None, :, None], 0.0)
     x = torch.nn.functional.pad(x, (0, 0, 0, -length % block)).unflatten(2, (-1, block)).sum(3, dtype=dtype)
     starts = torch.arange(x.shape[2], device=x.device) * block
-    # The end of x cuts the last block, as a sequence's length does.
     count = (lengths.clamp(max=length).view(-1, 1) - starts).clamp(1, block)
     return x / count[:, None, :, None]

@@ -134,7 +134,6 @@ def bounds_of(cu_seqlens: Any, of: Columns, device: torch.device) -> Tensor | No
 
 
 def _by_operations(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None) -> Tensor:
-    """The lists from PyTorch's operations, a part of the rows at a time."""
     wide = torch.promote_types(q.dtype, torch.float32)
     (batch, heads, rows, _), group = q.shape, q.shape[1] // k.shape[1]
     keys = k.to(wide).repeat_interleave(group, 1).mT
@@ -149,7 +148,6 @@ def _by_operations(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float,
 def _lists(
     q: Tensor, keys: Tensor, start: int, of: Columns, top_k: int, factor: float, bounds: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """The lists of the rows from `start` on."""
     device, shift = q.device, of.k_len - of.q_len
     scores = (q.to(keys.dtype) @ keys) * factor
     rows, cols = scores.shape[2:]
@@ -166,7 +164,7 @@ def _lists(
     scores = torch.nn.functional.pad(scores, padding, value=-torch.inf)
     scores = scores.unflatten(3, (-1, of.span)).amax(4).unflatten(2, (-1, of.rows)).amax(3)  # [B, H, lists, blocks]
 
-    size = of.rows * of.row_tokens  # queries of a list
+    size = of.rows * of.row_tokens
     first = start * of.row_tokens + torch.arange(scores.shape[2], device=device) * size
     ends = torch.stack([first, (first + size).clamp(max=of.q_len) - 1]) + shift
     block = torch.arange(scores.shape[3], device=device)
@@ -180,7 +178,6 @@ def _lists(
 
 
 def _forced_blocks(block: Tensor, first: Tensor, last: Tensor, of: Columns, bounds: Tensor | None) -> Tensor:
-    """Which blocks a list always has, if its queries are at the positions `first` to `last`."""
     tokens = of.span * of.column_tokens
     own_first, own_last = (torch.div(x, tokens, rounding_mode="floor") for x in (first, last))
     near = (block > own_first - of.near) & (block < own_last + (1 if of.causal else of.near)) & (of.near > 0)

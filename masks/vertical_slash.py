@@ -108,7 +108,7 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
     # by one.
     corners, which = distinct(corner[has_slash])
     of_corner = words_at(offsets, corners, block_q, block_k)
-    slash = torch.full_like(key, len(corners))  # index into `slashed_words`, whose last entry is empty
+    slash = torch.full_like(key, len(corners))
     slash[has_slash] = which
     below_diagonal = corner >= block_k - 1
     kind = torch.where(has_slash, slash, torch.searchsorted(marked, j) + len(corners)) + 1

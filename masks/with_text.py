@@ -51,6 +51,6 @@ def with_text(mask: BlockMask, *, text: int, after: bool = False) -> BlockMask:
     if text == 0:
         return mask
     size, block = mask.q_len, (mask.block_q, mask.block_k)
-    at, own = (size, 0) if after else (0, text)  # the first token of the text, and of the grid
+    at, own = (size, 0) if after else (0, text)
     rows = dense(text, text + size, block=block)
     return place([(rows, at, 0), (dense(size, text, block=block), own, at), (mask, own, own)], text + size, text + size)

@@ -79,7 +79,7 @@ _MODULES = (
     "selection",
     "testing",
     "varlen",
-)  # imported on first access
+)
 _FUNCTIONS = {  # their modules, imported on first access
     "attention_varlen": "varlen",
     "merge_attention": "merge",
@@ -89,7 +89,6 @@ _FUNCTIONS = {  # their modules, imported on first access
 if not TYPE_CHECKING:
 
     def __getattr__(name):
-        """Imports `sparseflash.masks` and the other submodules, and functions of some, on first access."""
         from importlib import import_module
 
         if name in _FUNCTIONS:

@@ -93,9 +93,9 @@ def attention(
 
             - `"triton"`: the portable kernels (fp16, bf16, fp32; D and Dv from 16 to 256). The gradients of a sequence
               have the same bits whatever else is in the batch.
-            - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D = Dv = 64, 96 or 128; no dropout;
-              dynamic masks in blocks of 128, or of 64 forward). They take temperatures, soft caps, sinks, decay with
-              distance, tables by distance, and biases. Some combinations do not run; `explain` says which and why.
+            - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D and Dv multiples of 8 up to 256; no
+              dropout; dynamic masks in blocks of 128, or of 64 up to D = 128). They take temperatures, soft caps,
+              sinks, decay with distance, tables by distance, and biases; `explain` says which combinations do not run.
             - `"blockwise"`: PyTorch operations on the live tiles, on any device, in any floating dtype, with any D.
             - `"reference"`: PyTorch operations on the dense matrix, which define the semantics.
 
@@ -134,7 +134,7 @@ def attention(
     place = found = None
     try:
         kernels = KERNELS.get(backend)
-    except TypeError:  # it cannot be hashed; `chosen_backend` refuses it
+    except TypeError:
         kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
@@ -159,10 +159,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, dropout: Dropout | None,
     scores: Scores | Change | None, backend: Backend | None, place: call_cache.Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of `attention`, after `check_tensors`; lse is -inf for every query without a live key.
-
-    place: where to cache the call, if it can be cached.
-    """
+    """`(out, lse)` of `attention`, after `check_tensors`; lse is -inf for every query without a live key."""
     q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k)
@@ -198,7 +195,6 @@ def attend(
 
 
 def _warn_of_head_dims(dim: int, v_dim: int) -> None:
-    """Warns, once per process, that a call runs on the CPU with head dims that no GPU kernel takes."""
     global _has_warned
     if _has_warned or torch.compiler.is_compiling():
         return

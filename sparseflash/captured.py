@@ -38,11 +38,9 @@ class Captured:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among them, each once."""
         return [x for x in self._objects if isinstance(x, Tensor)]
 
     def is_still(self, now: Captured) -> bool:
-        """Whether the same values were found again."""
         return (
             len(self._objects) == len(now._objects)
             and all(a is b for a, b in zip(self._objects, now._objects, strict=True))
@@ -62,7 +60,6 @@ class Captured:
         self._seen.add(id(x))
         self._objects.append(x)
         if isinstance(x, Tensor):
-            # In inference mode changes leave no trace, and the object is equal to no other.
             self._values.append(object() if x.is_inference() else x._version)
         elif isinstance(x, (list, tuple, set, frozenset)):
             self._all(x, names)
@@ -113,12 +110,10 @@ class Captured:
 
 
 def _is_library(name: str) -> bool:
-    """Whether this is a module whose variables stay as they are."""
     return name.partition(".")[0] in ("numpy", "sparseflash", "torch")
 
 
 def _names(function: Any) -> frozenset[str]:
-    """The names of variables and attributes in a function and in the functions that it defines."""
     return _names_of(getattr(function, "__code__", None))
 
 

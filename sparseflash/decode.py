@@ -26,7 +26,7 @@ Backend = Literal["triton", "reference"]
 # Kinds of score modifications that the kernel applies; distance is alibi and log_decay.
 CHANGES = ("temperature", "softcap", "distance", "relative", "key_bias", "sink")
 FEW = 16  # the most new tokens that `attention_with_cache` is meant for
-_calls = BoundedDict(64)  # prepared calls, by layout
+_calls = BoundedDict(64)
 _INTEGERS = {int, type(None)}  # 1.0 equals 1, but is refused
 
 
@@ -135,9 +135,8 @@ def attention_with_cache(
         RuntimeError: the backend cannot run here.
 
     No plan is made and no number is read from the device: launches depend on shapes alone. So after one call like it, a
-    CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. The query
-    heads of a group are rows of one tile, so keys are read once for all of them. There is no backward and no dropout;
-    for these, and for other score modifications, use `attention` with a mask.
+    CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. There is
+    no backward and no dropout; for these, and for other score modifications, use `attention` with a mask.
     """
     if others:
         refuse(others, "attention_with_cache", _REMEDIES)
@@ -209,7 +208,7 @@ def _prepared(changes: Scores, q: Tensor, room: int) -> Scores | None:
     for change in changes.prepared(Sizes(q.shape[0], q.shape[1], q.shape[2], room, q.device)).changes:
         if change.kind not in CHANGES:
             _refuse_change(change.kind)
-        if isinstance(change, Codes):  # code d + Nq - 1 is of the distance d
+        if isinstance(change, Codes):
             by_distance = change.buckets[max(q.shape[2] - 1, 0) :]
             change = replace(
                 change, buckets=by_distance, q_codes=change.k_codes, k_codes=change.k_codes, until=change.until[:0]
@@ -226,7 +225,7 @@ def _refuse_change(kind: str) -> NoReturn:
 
 
 def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend: str | None) -> Any:
-    """All that the checks and launches of a plain half-precision call depend on; else None. See `call_cache.py`."""
+    """All that the checks and launches of a plain half-precision call depend on; else None."""
     q, table = tensors[0], tensors[5]
     if not (isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16) and is_plain_call()):
         return None
@@ -283,7 +282,6 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
         raise ValueError(f"page must be at least 1 token; got {page}.")
     (batch, heads, q_len, dim), (kv_heads, count) = q.shape, k_min.shape[1:3]
     grouped = q.float().reshape(batch, kv_heads, heads // kv_heads * q_len, dim)  # [B, Hkv, G * Nq, D]
-    # max(q min, q max) is q max for positive q, and q min for negative q.
     bound = grouped.clamp(min=0) @ k_max.float().mT + grouped.clamp(max=0) @ k_min.float().mT
     newest = torch.div(lengths.long() - 1, page, rounding_mode="floor").clamp(max=count - 1).view(-1, 1, 1)
     number = torch.arange(count, device=q.device)

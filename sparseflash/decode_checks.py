@@ -46,7 +46,7 @@ def checked_cache(
     pages: Any, page: Any, mask: Any,
 ) -> Cached:  # fmt: skip
     """Which keys of the cache are live; raises TypeError or ValueError unless the arguments fit together."""
-    dense_tensor(q, "q")  # the others are compared with it
+    dense_tensor(q, "q")
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
         check_tensors(q, k_cache, v_cache)

@@ -3,8 +3,7 @@
 Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit seed and a counter
 of four 32-bit words, here `(key // 16, query, batch element * Hq + query head, 0)`, into 16 bytes, one for each of 16
 neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend drop the
-same weights, in any order and on any device. A rank that computes a part of a problem drops the same weights as the
-whole call, given the positions of its queries, keys and heads (`Dropout`). This file is the definition, in PyTorch;
+same weights, in any order and on any device. This file is the definition, in PyTorch;
 `backends/triton/portable/dropout.py` is the same in Triton.
 """
 
@@ -46,7 +45,6 @@ class Dropout(NamedTuple):
 
     @property
     def coordinates(self) -> dict[str, Tensor]:
-        """The given ones of `rows`, `queries` and `groups`, by name."""
         found = {"rows": self.rows, "queries": self.queries, "groups": self.groups}
         return {name: x for name, x in found.items() if x is not None}
 
@@ -80,11 +78,11 @@ def seed_tensor(seed: SupportsIndex | Tensor | None, device: torch.device) -> Te
                 f"got {seed.dtype}, shape {list(seed.shape)}, on {seed.device}."
             )
         if not torch.compiler.is_compiling() and seed.is_inference() and not torch.is_inference_mode_enabled():
-            seed = seed.clone()  # an inference tensor cannot be saved for the backward
+            seed = seed.clone()
         return seed if seed.ndim < 2 else seed.view(1)
     if isinstance(seed, bool) or not isinstance(seed, int | SupportsIndex):
         raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}.")
-    seed = seed if isinstance(seed, int) else operator.index(seed)  # a NumPy integer
+    seed = seed if isinstance(seed, int) else operator.index(seed)
     if not -(1 << 63) <= seed < 1 << 63:
         raise ValueError(f"seed must fit in 64 bits, with its sign; got {seed}.")
     return torch.full((1,), seed, dtype=torch.int64, device=device)

@@ -58,10 +58,10 @@ def selected_attention(
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
         dropout_p, seed: as for `attention`; other weights are dropped than by `attention` with the same seed.
-        scores: score modifications, but tile_bias, and a key_bias only if the heads of a group share it. Positions
-            are those of q and k, also with `cu_seqlens`.
+        scores: score modifications, but tile_bias, and a key_bias only if the heads of a group share it. Its
+            positions are places in q and k, also with `cu_seqlens`.
         cu_seqlens: the running sums of the lengths of sequences that lie one behind the other, from 0 to `Nq = Nk`,
-            integers `[S + 1]`. Positions and blocks are then those within a sequence: each begins with block 0, and a
+            integers `[S + 1]`. Blocks and `causal` then count within a sequence: each begins with block 0, and a
             query sees keys of its own sequence only. Sequences may begin anywhere.
 
     The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query
@@ -80,7 +80,7 @@ def selected_attention(
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
     index = checked_lists(index, batch, kv_heads, q_len, q.device)
-    if index.shape[3] == 0:  # the lists of a mask need at least one entry
+    if index.shape[3] == 0:
         index = index.new_full((*index.shape[:3], 1), -1)
     if integer(span, "span", "tokens") not in BLOCKS:
         raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
@@ -137,15 +137,12 @@ without_others(selected_attention)
 
 
 class _Packing(NamedTuple):
-    """Where packed tokens are if each sequence begins with a new block of keys."""
-
     places: Tensor  # int64 [N]: of each token
     first: Tensor  # int64 [N]: the first block of its sequence
     stop: Tensor  # int64 [N]: the end of what it may see
     room: int  # tokens of all blocks, and of some that no query sees, so that the host need not know the lengths
 
     def placed(self, x: Tensor) -> Tensor:
-        """`[..., N]` as `[..., room]`, zeros where there is no token."""
         return x.new_zeros(*x.shape[:-1], self.room).index_copy(-1, self.places, x)
 
 
@@ -167,7 +164,7 @@ def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch
     sums = sums.to(device)
     token = torch.arange(tokens, device=device)
     own = torch.searchsorted(sums, token, right=True) - 1
-    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])  # the last: of tokens past all sequences
+    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])
     blocks = torch.div(lengths + span - 1, span, rounding_mode="floor")
     first = (blocks.cumsum(0) - blocks)[own]
     at = token - sums[own]

@@ -45,7 +45,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     outs, lses = _checked(outs, lses)
     shape = outs[0].shape
-    if len(shape) != 4:  # the kernels count batch elements, heads and tokens
+    if len(shape) != 4:
         at = (1,) * (4 - len(shape))
         outs = [out.reshape(*at, *shape) if at else out.flatten(0, -4) for out in outs]
         lses = [lse.reshape(outs[0].shape[:3]) for lse in lses]
@@ -146,7 +146,6 @@ class _Merge(Function):
         tensors = ctx.saved_tensors
         count = len(tensors) // 2
         outs, lses = tensors[:count], tensors[count:]
-        # A kernel's gradients have no graph for further gradients, and a kernel takes no batch of them.
         if _is_fused(outs[0]) and not (torch.is_grad_enabled() or any(map(is_legacy_batchedtensor, gradients))):
             from sparseflash.backends.triton import merge
 
@@ -165,7 +164,6 @@ class _Merge(Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Whether the kernels merge. A compiler fuses the operations itself."""
     if x.device.type not in _DEVICES or x.dtype == torch.float64 or type(x) is not Tensor:
         return False
     return x.numel() > 0 and not torch.compiler.is_compiling() and runs_kernels(x.device)

@@ -55,7 +55,6 @@ def made_for(pattern: Pattern | None, rule: bool, q_len: int, k_len: int, block:
     if pattern is None:
         return BlockMask.dense(q_len, k_len, block=block)
     if rule:
-        # Positions count from 0 at whichever side is longer.
         first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
         return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
     mask = checked_mask(pattern(q_len) if q_len == k_len else pattern(q_len, k_len)).to("cpu")
@@ -73,7 +72,7 @@ def is_rule(pattern: Pattern | None) -> bool:
         return False
     try:
         parameters = inspect.signature(pattern).parameters.values()
-    except ValueError:  # of a function in C, such as torch.ge
+    except ValueError:
         return True
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) > 2:

@@ -69,4 +69,4 @@ def refuse(
     name = next(iter(keywords))
     if name in remedies:
         raise TypeError(f"{name} must not be given to {call}: {remedies[name]}.")
-    raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")  # Python's own wording
+    raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")

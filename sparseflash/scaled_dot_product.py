@@ -116,9 +116,9 @@ def _expanded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
             "query, key and value must have the same number of dimensions, [..., heads, tokens, head dim]; " + shown
         )
     heads = [x.shape[-3] if x.ndim > 2 else 1 for x in every]
-    is_shared = heads[1] == heads[2] and heads[0] >= heads[1]  # each key head is of one query head or of several
+    is_shared = heads[1] == heads[2] and heads[0] >= heads[1]
     if is_shared and query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        return every  # what nearly all calls have
+        return every
     try:
         batch = torch.broadcast_shapes(*(x.shape[:-3] for x in every))
     except RuntimeError:
@@ -190,7 +190,7 @@ def live_and_bias(
             f"{list(attn_mask.shape)}."
         )
     whole = attn_mask[(None,) * (4 - attn_mask.ndim)]
-    if 0 in whole.shape or q_len == 0 or k_len == 0:  # there are no scores
+    if 0 in whole.shape or q_len == 0 or k_len == 0:
         return None, None
     plain_tensor(whole, name)
     if whole.dtype == torch.bool:

@@ -194,7 +194,6 @@ def _live(index: Tensor, k_len: int, causal: bool) -> Tensor:
 def _by_kernels(
     q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of Triton's kernels, through their operator."""
     selected.check(q, k, v_dim, index.shape[3])
     if v is None and not selected.shares_values(k.shape[3], v_dim):
         v = k[..., :v_dim]

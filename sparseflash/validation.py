@@ -50,7 +50,6 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
-    """Raises the error that says why these tensors do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         dense_tensor(x, name)
         if x.ndim != 4:

@@ -18,20 +18,25 @@ from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
+from sparseflash.masks.butterfly import butterfly
 from sparseflash.masks.causal import causal
 from sparseflash.masks.chunked import chunked
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
 from sparseflash.masks.local import dilated, local
+from sparseflash.masks.log_sparse import log_sparse
+from sparseflash.masks.sparse_transformer import strided
 from sparseflash.masks.streaming import a_shape, streaming
 from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
-_NESTED = (causal, local, dilated, chunked, streaming, a_shape)  # the mask of n tokens begins that of more
-_masks = BoundedDict(32)  # by lengths, pattern, its version, block and device
-_versions = BoundedDict(32)  # of patterns: what they captured when their masks were made, and a number for it
+# The mask of n tokens begins that of more, unless one of these arguments, which the length limits or changes, is given.
+_NESTED = (causal, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
+_OF_ONE_LENGTH = frozenset(("q_len", "k_len", "factors", "strides", "layer"))
+_masks = BoundedDict(32)
+_versions = BoundedDict(32)
 _numbers = count(1)
 
 
@@ -212,8 +217,6 @@ def varlen_mask(
     >>> from sparseflash import masks
     >>> varlen_mask([0, 1000, 4000, 4096], pattern=masks.causal) == masks.documents([1000, 3000, 96], causal=True)
     True
-
-    The arguments are the same as for `attention_varlen`. The mask is cached by lengths and pattern.
     """
     mask: BlockMask | None = mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
     if mask is None:
@@ -259,9 +262,7 @@ def mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """A new number whenever values that a pattern captures have changed. 0 for a function of this library, and for an
-    object that defines its own equality.
-    """
+    """0 for a function of this library, and for an object that defines its own equality."""
     kind: Any = type(pattern)
     if kind is FunctionType and str(pattern.__module__).startswith("sparseflash."):
         return 0
@@ -281,17 +282,16 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
         block_q, block_k = block_pair(block)
         words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
         return BlockMask._of(q_sums[-1], k_sums[-1], block_q, block_k, [(nothing, nothing, nothing, words)], 1, 1)
-    # These patterns have a rule for all sequences together, so no mask is made for each length.
     rule, options = (pattern, {}) if pattern is not None else (dense, {"block": block})
     if isinstance(pattern, partial) and not pattern.args:
         rule, options = pattern.func, pattern.keywords
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
         return documents(q_sizes, k_sizes, causal=rule is causal, **options)
     by_rule = is_rule(pattern)
-    nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(("q_len", "k_len")))
+    nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(_OF_ONE_LENGTH))
     made_of = _longest_of(sizes) if nested else {size: size for size in sizes if 0 not in size}
     asked = dict.fromkeys(made_of.values())
-    whole = max((q for q, k in asked if q == k), default=0) if by_rule else 0  # others of a rule are cut from this one
+    whole = max((q for q, k in asked if q == k), default=0) if by_rule else 0
     masks = {size: made_for(pattern, by_rule, *size, block) for size in asked if size[0] != size[1] or size[0] >= whole}
     masks |= {
         (q, k): masks[whole, whole].crop(q=(0, q), k=(0, k)) for q, k in asked if (q, k) not in masks

@@ -1,6 +1,6 @@
 """Tests of the library, of the experiments and of the pages, in the same folders as what they are about.
 
-A helper of the tests of one folder lies in that folder. Helpers of many folders:
+Helpers of many folders:
 
     drawn/         Hypothesis strategies: masks, attention problems, rules as people write them
     compared/      results held against fp64, against a mask's formula, and against themselves in portions
@@ -9,11 +9,11 @@ A helper of the tests of one folder lies in that folder. Helpers of many folders
     interpreting/  Triton's interpreter made like a GPU, and an emulator of Gluon's instructions
     compiling/     processes in which Triton compiles
 
-and three tools with tests of their own:
+and five tools with tests of their own:
 
     layering/      which folder may import which
     fuzzing/       random calls of the public API: python -m tests.fuzzing
+    fitting/       whether all kernels fit in shared memory, compiled for several GPUs: python -m tests.fitting
+    limits/        positions past 2^24 and tensors of more than 2^31 elements: python -m tests.limits
     mutations/     whether the tests notice small faults: python -m tests.mutations
-
-Import a helper by its whole name, `from tests.drawn.masks import block_masks`. A new folder needs an `__init__.py`.
 """

@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "dev", max_examples=25, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-# CI draws the same examples every time.
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.register_profile("long", parent=settings.get_profile("dev"), max_examples=1000)
 # tests/backends/test_exactness.py then draws more than 20,000 cases with -m gpu.
@@ -53,19 +52,18 @@ def pytest_configure(config):
     else:
         os.environ["TRITON_INTERPRET"] = "1"
 
-    gc.set_threshold(1_000_000, 20, 100)  # at the default of 700, every example collects
+    gc.set_threshold(1_000_000, 20, 100)
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
         torch.set_num_threads(1)
-        if asks_for_gpu(config) and torch.cuda.device_count() > 1:  # workers share the GPUs, too
+        if asks_for_gpu(config) and torch.cuda.device_count() > 1:
             worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
             torch.cuda.set_device(worker % torch.cuda.device_count())
 
 
 def pytest_collection_finish():
-    """Full collections then skip millions of objects."""
     gc.freeze()
 
 
@@ -85,7 +83,7 @@ def pytest_runtest_call(item):
 def pytest_runtest_teardown(item, nextitem):
     result = yield
     if (nextitem is None or nextitem.path != item.path) and not asks_for_gpu(item.config):
-        # Garbage of earlier files could hold gigabytes. Without freezing, each collection takes up to half a second.
+        # Without freezing, each collection takes up to half a second.
         gc.collect()
         gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -199,7 +197,7 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.skip(reason=reason))
     if find_spec("transformers") is None:
         for item in items:
-            if item.path.parts[-2:] == ("huggingface", "__init__.py"):  # its docstring; the tests skip themselves
+            if item.path.parts[-2:] == ("huggingface", "__init__.py"):
                 item.add_marker(
                     pytest.mark.skip(reason="needs Transformers, whose versions from 5.21 on need Python 3.11")
                 )

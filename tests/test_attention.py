@@ -73,7 +73,7 @@ def test_two_halves_of_a_mask_merge_by_their_lse(backend, data, seed):
     (whole, whole_lse), (a, a_lse), (b, b_lse) = run(live), run(live & one), run(live & ~one)
     lse = torch.logaddexp(a_lse, b_lse)
     torch.testing.assert_close(lse, whole_lse, **CLOSE)
-    parts = [(x - lse).exp().nan_to_num(0.0).unsqueeze(-1) for x in (a_lse, b_lse)]  # -inf - -inf: no key at all
+    parts = [(x - lse).exp().nan_to_num(0.0).unsqueeze(-1) for x in (a_lse, b_lse)]
     torch.testing.assert_close(parts[0] * a + parts[1] * b, whole, **CLOSE)
 
 
@@ -109,7 +109,7 @@ def test_permuting_heads_and_batch_elements_permutes_the_result(backend, data, s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_grouped_head_reads_the_key_head_of_its_group(backend):
-    q, k, v = tensors(160, heads=6, kv_heads=2)  # enough that fp32 is split into pieces either way
+    q, k, v = tensors(160, heads=6, kv_heads=2)
     want = attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), backend=backend)
     torch.testing.assert_close(attention(q, k, v, backend=backend), want, rtol=0, atol=0)
 
@@ -357,7 +357,6 @@ def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
 
 
 def run_without_the_interpreter(program):
-    """Triton chooses its mode when it is imported."""
     prelude = "import torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
     done = python("-c", prelude + program)
     assert done.returncode == 0, done.stderr

@@ -202,7 +202,6 @@ def by_selected(p):
 
 
 def packing(p):
-    """Functions from padded sequences to packed ones, `[1, H, total, D]`, and back; and the running sums."""
     lengths = p.lengths()
     sums = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     places = torch.cat([TOKENS * b + torch.arange(n) for b, n in enumerate(lengths)]).to(p.device)
@@ -211,7 +210,6 @@ def packing(p):
         return [torch.cat([each[:, :n] for each, n in zip(x, lengths)], 1)[None] for x in tensors]
 
     def whole(x):
-        """`[1, H, total, ...]` as `[B, H, N, ...]`."""
         found = x.new_zeros(x.shape[1], BATCH * TOKENS, *x.shape[3:]).index_copy(1, places, x[0])
         return found.unflatten(1, (BATCH, TOKENS)).transpose(0, 1)
 
@@ -389,7 +387,7 @@ def kept(call):
     torch.manual_seed(3)
     seed = seed_tensor(None, torch.device("cpu"))
     torch.manual_seed(3)
-    if call == "selected":  # 16 rows for each query and key head; the first is its one query head
+    if call == "selected":
         return keep_mask(seed, DROPPED, BATCH, HEADS, 16 * TOKENS, TOKENS)[:, :, ::16]
     if call != "varlen":
         return keep_mask(seed, DROPPED, BATCH, HEADS, TOKENS, TOKENS)

@@ -7,7 +7,6 @@ import typer.main
 
 from tests.docs.pages import PAGES, text
 
-# Pages of results give commands as they were run.
 MOVED = ("speed", "io", "tune", "blocks", "compile", "exactness", "patterns")
 RUN = re.compile(r"-m (experiments[.\w]*\w)((?:\"[^\"`\n]*\"|'[^'`\n]*'|[^`\n;|])*)")
 
@@ -23,7 +22,6 @@ def commands(page):
     found = joined(page)
     yield from ((program, rest) for program, rest in RUN.findall(found))
     yield from (("sparseflash", rest) for rest in re.findall(r"(?:^|`)sparseflash ([a-z][^`\n]*)", found, re.MULTILINE))
-    # A table with `python -m program ...` in its head.
     head = None
     for line in found.splitlines():
         cell = line.split("|")[1] if line.startswith("|") else ""

@@ -27,12 +27,12 @@ class Case:
     """A cache with room for `room` tokens, and which keys the last queries see."""
 
     lengths: tuple
-    heads: tuple  # query heads, key heads
+    heads: tuple
     q_len: int
     room: int
     starts: tuple | None
     window: tuple | None  # window, sinks
-    chosen: int  # pages, 0 for all
+    chosen: int
     page: int
     paged: bool
     mask: str | None
@@ -71,7 +71,6 @@ class Case:
         return found
 
     def live(self):
-        """The docstring, one query at a time: bool `[B, Hq, Nq, room]`."""
         q_heads, kv_heads = self.heads
         live = torch.zeros(len(self.lengths), q_heads, self.q_len, self.room, dtype=torch.bool)
         t = torch.arange(self.room)
@@ -94,7 +93,7 @@ class Case:
 
     def call(self, backend, q, k, v, **more):
         dead = ~self.live().any(2).any(1)[:, None, :, None] & (torch.arange(self.room) >= max(self.lengths))[:, None]
-        k, v = (x.masked_fill(dead, torch.nan) for x in (k, v))  # memory that nobody has written
+        k, v = (x.masked_fill(dead, torch.nan) for x in (k, v))
         table = None
         if self.paged:
             (k, v), table = self.in_pages(k, v)
@@ -151,7 +150,7 @@ PLAIN = Case((40, 7), (4, 2), 1, 64, None, None, 0, 16, False, None, None, torch
 @given(cases())
 @example(PLAIN)
 @example(replace(PLAIN, mask="one", block_k=16))
-@example(replace(PLAIN, heads=(9, 1), q_len=16))  # more rows than a tile has
+@example(replace(PLAIN, heads=(9, 1), q_len=16))
 def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
     (q_heads, kv_heads), batch = case.heads, len(case.lengths)
     shapes = [(batch, q_heads, case.q_len, 16), (batch, kv_heads, case.room, 16)]
@@ -168,7 +167,6 @@ BUCKETS = scores.t5_buckets(8, 30)
 
 
 def changes_of(kinds, case, dtype):
-    """`(modifications, the same by name as tensors of this dtype)`."""
     g, heads, found = generator(case.seed + 2), case.heads[0], {}
     room = -(-case.room // case.page) * case.page if case.paged else case.room
     shapes = {
@@ -198,7 +196,6 @@ def changes_of(kinds, case, dtype):
 
 
 def by_formula(kinds, case, q, k, v):
-    """out and lse as the docstrings define them."""
     _, given_ = changes_of(kinds, case, q.dtype)
     group = case.heads[0] // case.heads[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -411,7 +408,6 @@ def test_more_splits_than_keys_are_as_many_as_keys():
 
 
 def test_the_number_of_a_page_is_loaded_once_for_all_its_keys():
-    """For the first tile of keys, for the second, and in the loop."""
     source = """
 from unittest import mock
 import torch
@@ -481,7 +477,7 @@ def test_a_step_waits_for_nothing_and_starts_few_kernels(paged):
 
     step()
     launches = []
-    with NoWaiting() as seen, pytest.MonkeyPatch.context() as patch:  # the interpreter copies what it works on
+    with NoWaiting() as seen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(api.Launch, "start", lambda self, programs, *given: launches.append(programs))
         step()
     assert len(launches) == 4 and seen.started <= 8
@@ -543,7 +539,6 @@ def test_calls_that_differ_in_anything_are_prepared_each(monkeypatch):
         for _ in range(2):
             assert all(map(torch.equal, attention_with_cache(**common | variant), wanted)), variant
         assert len(prepared) == number, variant
-    # A table with gaps is copied first.
     gaps = torch.tensor([[1, 7], [0, 7]])[:, :1]
     clear_caches()
     for _ in range(2):

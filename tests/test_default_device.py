@@ -198,7 +198,6 @@ NEIGHBOURS = {
 
 
 def plain(value):
-    """In a form that `==` compares, with the devices."""
     if isinstance(value, BlockMask):
         return value.device, value.dynamic, plain(value._arrays())
     if isinstance(value, torch.Tensor):

@@ -215,8 +215,6 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
 
 
 def test_a_new_family_is_one_entry_of_the_list_of_families():
-    """A folder of kernels for 10.0 that serves nothing yet, and its line in `dispatch.FAMILIES`."""
-
     def refuses(request):
         if request.architecture.capability[0] != 10:
             return "they run on compute capability 10.0"

@@ -64,7 +64,7 @@ def test_packed_sequences_choose_among_their_own_blocks(backend, lengths, heads,
     tokens = sum(lengths)
     if not tokens:
         return
-    index = torch.randint(-1, 4, (batch, kv_heads, tokens, choices), generator=g)  # also past a sequence's own blocks
+    index = torch.randint(-1, 4, (batch, kv_heads, tokens, choices), generator=g)
     live = torch.zeros(batch, kv_heads * group, tokens, tokens, dtype=torch.bool)
     sums = torch.tensor([0, *lengths]).cumsum(0)
     for start, stop in zip(sums[:-1].tolist(), sums[1:].tolist()):
@@ -84,7 +84,6 @@ def test_packed_sequences_choose_among_their_own_blocks(backend, lengths, heads,
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_score_modifications_are_of_query_heads(group, packed, backend):
-    """Gradients, too, against `attention` with the mask of the same blocks, which takes them all."""
     g, heads, sums = generator(0), 2 * group, [0, 13, 40]
     q, k, v = (torch.randn(1, n, 40, 16, generator=g, dtype=torch.float32) for n in (heads, 2, 2))
     index = torch.randint(-1, 3, (1, 2, 40, 2), generator=g)
@@ -104,7 +103,7 @@ def test_score_modifications_are_of_query_heads(group, packed, backend):
         )
         found = [x for each in kinds for x in call(q, k, v, *given, scores=each, return_lse=True, **more)]
         dead = ~live.any(-1)
-        found[1::2] = [x.masked_fill(dead, 0) for x in found[1::2]]  # -inf, or the logit of a sink
+        found[1::2] = [x.masked_fill(dead, 0) for x in found[1::2]]
         return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
 
     options = {"span": 16, "backend": backend} | ({"cu_seqlens": sums} if packed else {})
@@ -126,9 +125,8 @@ def own_derivative(score, b, h, q, k, *tensors):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])
 def test_modifications_by_head_and_position_are_of_query_heads(group, packed, backend):
-    """Gradients, too, against `attention` with the mask of the same blocks, which takes them all."""
     g, heads, sums = generator(0), 2 * group, [0, 13, 40]
-    q_len = 40 if packed else 33  # fewer queries than keys
+    q_len = 40 if packed else 33
     q, k, v = (torch.randn(1, *n, 16, generator=g) for n in ((heads, q_len), (2, 40), (2, 40)))
     index = torch.randint(-1, 3, (1, 2, q_len, 2), generator=g)
     live = torch.zeros(1, heads, q_len, 40, dtype=torch.bool)

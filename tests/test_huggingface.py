@@ -181,7 +181,6 @@ def test_cross_attention_has_no_pattern():
 
 
 def test_a_prompt_that_is_seen_by_all_of_it():
-    """PaliGemma makes its own rule, and passes finished masks on."""
     vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.PaliGemmaConfig(
         vision_config={
@@ -320,7 +319,7 @@ def test_no_mask_is_built_for_a_generated_token(model, pattern):
         got = ours.generate(ids(9), max_new_tokens=8, **options)
     assert built.call_count <= 1
     assert decoded.call_count == 7 * 2
-    with mock.patch.object(model_mask, "FEW", 0):  # with a mask for each token
+    with mock.patch.object(model_mask, "FEW", 0):
         assert torch.equal(ours.generate(ids(9), max_new_tokens=8, **options), got)
 
 
@@ -354,7 +353,6 @@ def test_dropout_is_that_of_training():
 
 @pytest.fixture
 def compiles_anew():
-    """Without PyTorch's limit of compilations."""
     torch.compiler.reset()
 
 
@@ -376,7 +374,7 @@ def test_a_compiled_model_builds_its_masks_once(model, compiles_anew):
     ):
         for _ in range(3):
             compiled(ids(70), use_cache=False)
-    assert made.call_count == (2 if model is GEMMA3 else 1)  # a layer's window, and no window
+    assert made.call_count == (2 if model is GEMMA3 else 1)
 
 
 @pytest.mark.parametrize("patterned", [False, True])
@@ -432,7 +430,6 @@ def test_packed_sequences_of_a_compiled_model_see_themselves(compiles_anew):
 
 
 def user_rule(batch, head, q, k):
-    """Its indexing does not broadcast."""
     return torch.arange(3)[q % 3] == torch.arange(3)[k % 3]
 
 
@@ -530,7 +527,6 @@ def test_a_finished_mask_is_read_with_one_synchronisation(mask, monkeypatch):
 @pytest.mark.parametrize("kind", ["bool", "float", "learned", "-10000", "of three dimensions"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
-    """As in smaller blocks, where it is read."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 4, 40, 16, generator=generator).to(dtype) for _ in range(4))
     live = torch.rand(2, 1, 40, 40, generator=generator) < 0.5
@@ -634,7 +630,6 @@ def test_masks_of_known_rules_are_kept():
 
 
 def test_what_is_kept_serves_batches_of_any_size():
-    """Also where Transformers' own rules are called with single positions."""
     rule = rules.and_masks(rules.bidirectional_mask_function, rules.sliding_window_bidirectional_overlay(5))
     for batch in (3, 2, 1):
         asked = ModelMask(rule, batch, (0, 40), (0, 40), None, False, 16, torch.device("cpu"))
@@ -719,7 +714,7 @@ def test_patterns_that_are_none_are_refused():
             TypeError, match=r"got a function of \(.*\)\. From a rule on .*BlockMask\.from_function\(rule"
         ):
             huggingface.register(function)
-    for function in (lambda module, other=None: None, lambda *given: None):  # these can be called with a module
+    for function in (lambda module, other=None: None, lambda *given: None):
         huggingface.register(function)
     huggingface.register(lambda module: torch.ones(3, 3))
     with pytest.raises(TypeError, match="BlockMask"):

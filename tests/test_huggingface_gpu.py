@@ -28,7 +28,7 @@ SMALL = {
     "gpt-oss": GROUPED,
 }
 MODELS = {shape.name: replace(shape, small=SMALL[shape.name]) for shape in SHAPES if shape.name in SMALL}
-MODELS["vit"] = Shape(  # images of 257 tokens
+MODELS["vit"] = Shape(
     "vit", model="ViTForImageClassification", config="ViTConfig", settings=SIZES | {"image_size": 64, "patch_size": 4},
     small={}, tokens=0, batch=2,
 )  # fmt: skip
@@ -67,7 +67,7 @@ def test_layers_that_are_computed_again_are_exact():
     ours.gradient_checkpointing_enable()
     with mock.patch.object(layer, "attention", wraps=layer.attention) as attention:
         found = yardstick.compare(ours)
-    assert attention.call_count == 2 * 2  # layers, and once more in the backward pass
+    assert attention.call_count == 2 * 2
     assert found.exact, str(found)
 
 
@@ -85,7 +85,7 @@ def test_low_rank_adapters_have_exact_gradients():
     ours = tuned(with_attention(model, OURS))
     eager = tuned(model)
     yardstick = Yardstick.of(eager, lambda seed: shape.inputs(eager, DEVICE, tokens=TOKENS, batch=2, seed=seed))
-    assert len(yardstick.truth) == 1 + 2 * 2 * 2  # logits; layers, projections, factors
+    assert len(yardstick.truth) == 1 + 2 * 2 * 2
     found = yardstick.compare(ours)
     assert found.exact, str(found)
 

@@ -198,7 +198,7 @@ def test_a_sink_of_a_query_without_keys_makes_nothing_of_nothing(logit):
     assert torch.equal(gradients[1], wanted[0]) and torch.equal(gradients[2], wanted[1])
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_torch_compile_makes_one_graph_of_it():
     outs, lses, dout, dlse = parts_of(3, (1, 2, 20, 16), torch.float32, 0, False)
     leaves = [x.requires_grad_() for x in (*outs, *lses)]

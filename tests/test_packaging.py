@@ -38,7 +38,6 @@ def names_in(wheel):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """setuptools writes into the tree it builds."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)

@@ -12,7 +12,6 @@ from sparseflash.backends.triton.hopper import support
 
 @pytest.fixture(autouse=True)
 def as_on_an_h100(monkeypatch):
-    """CPU tensors take the kernels of a GPU."""
     monkeypatch.setattr(gate, "triton_version", lambda: (3, 9))
     monkeypatch.setattr(gate, "gpu_of", lambda request: torch.device("cuda", 0))
     monkeypatch.setattr(support, "is_interpreted", lambda: False)

@@ -62,14 +62,12 @@ def test_examples_and_what_they_print_are_told_apart():
 
 
 def missing_from(printed, source):
-    """The parts of comments behind `print(...)` that were not printed."""
     shown = [line for line in re.findall(r"^print\(.*\)  # (.*)$", source, re.MULTILINE) if re.search(r"\d", line)]
     parts = [part.strip(" :,") for line in shown for part in line.split("...")]
     return [part for part in parts if part not in printed]
 
 
 def printed_as(expected, printed):
-    """Blanks may differ, and "..." stands for anything."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(expected, printed, options)
 
@@ -107,7 +105,7 @@ def test_no_star_inside_of_a_word_is_emphasis(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_call_of_a_pattern_in_a_readme_is_right(page):
-    """Calls in comments and between backticks. Names among the arguments stand for anything."""
+    """Names among the arguments stand for anything."""
     comments = [line.partition("#")[2] for example in examples(page) for line in example.splitlines()]
     found = [call for source in [*comments, *inline_code(page)] for call in calls_of_patterns(source)]
     assert {ast.unparse(call): error for call in found if (error := error_of(call))} == {}

@@ -87,7 +87,7 @@ def test_the_advice_for_attention_weights_is_right():
     q, k, v = inputs()
     mask = masks.causal(20)
     out, lse = attention(q, k, v, mask, return_lse=True)
-    weights = torch.exp(q @ k.mT / 4 - lse[..., None]) * mask.to_dense()  # 4: the root of the head dim
+    weights = torch.exp(q @ k.mT / 4 - lse[..., None]) * mask.to_dense()
     torch.testing.assert_close(weights @ v, out)
 
 

@@ -1,5 +1,3 @@
-"""Attention to chosen tokens: the same as under a dense mask of these tokens, with the same bits every time."""
-
 import itertools
 from unittest import mock
 
@@ -50,8 +48,8 @@ def drawn(heads, q_len, k_len, dims, choices, dtype, seed):
     HEADS, st.integers(1, 9), st.integers(1, 70), st.sampled_from([(16, 16), (24, 40), (48, 16), (8, 5)]),
     st.integers(0, 20), st.booleans(), DTYPES, SEEDS,
 )  # fmt: skip
-@example((1, 1, 16), 3, 70, (16, 16), 70, False, torch.float32, 0)  # lists that are longer than a tile
-@example((1, 1, 2), 3, 1, (16, 16), 5, False, torch.float16, 1)  # one token, chosen by all, five times
+@example((1, 1, 16), 3, 70, (16, 16), 70, False, torch.float32, 0)
+@example((1, 1, 2), 3, 1, (16, 16), 5, False, torch.float16, 1)
 @example((1, 1, 2), 8, 3, (16, 16), 5, True, torch.float32, 2)  # queries before all keys
 def test_attention_to_chosen_tokens_is_exact_with_its_gradients(
     backend, heads, q_len, k_len, dims, choices, causal, dtype, seed
@@ -119,7 +117,7 @@ def test_the_places_of_choices_are_sorted_by_token_then_query(heads, q_len, k_le
     batch, kv_heads, _ = heads
     (q, k, v), index = drawn((batch, kv_heads, 1), q_len, k_len, (16, 16), choices, torch.float32, seed)
     _, _, chosen, _ = api.forward(q, k, v, index, 16, False, 1.0)
-    live = live_of(index, 1, k_len, False).flatten(0, 2)  # a row for each list
+    live = live_of(index, 1, k_len, False).flatten(0, 2)
     of = sizes_of(q, k, v, 16, choices, 1.0, backward=True)
     with mock.patch.object(gradients, "_MOST_QUERIES", queries):
         chunks = gradients.chunks_of(of, 32, 4)
@@ -190,7 +188,7 @@ def test_layouts_of_projections_are_read_as_they_are():
     wide = index.new_zeros(*index.shape[:3], 18)
     wide[..., ::2] = index
     found = gradients_of(by_token, wide[..., ::2])
-    assert found[0].stride(1) < found[0].stride(2)  # out has the layout of q
+    assert found[0].stride(1) < found[0].stride(2)
     assert all(map(torch.equal, expected, found))
 
 
@@ -252,7 +250,7 @@ def test_scores_of_tokens_are_products_with_their_gradients(
         scores = function(*given)
         upstream = torch.randn(scores.shape, generator=generator(seed)).to(scores.dtype)
         dead = scores == -torch.inf
-        upstream = upstream.masked_fill(dead, torch.nan)  # of entries that are none, gradients are ignored
+        upstream = upstream.masked_fill(dead, torch.nan)
         gradients = torch.autograd.grad(scores, given, upstream)
         found = dict(zip(("scores", "dq", "dk"), (scores.detach().masked_fill(dead, 0.0), *gradients), strict=True))
         return found, dead
@@ -398,7 +396,7 @@ def test_shared_keys_and_values_repeat_their_bits_on_the_gpu(dims, group):
     q = torch.randn(1, group, 700, dims[0], generator=g, device="cuda").bfloat16()
     k = torch.randn(1, 1, 3000, dims[0], generator=g, device="cuda").bfloat16()
     index = torch.rand(1, 1, 700, 3000, generator=g, device="cuda").topk(512).indices.int()
-    index[..., 0] = 0  # one token, chosen by all
+    index[..., 0] = 0
     dout = torch.randn(1, group, 700, dims[1], generator=g, device="cuda").bfloat16()
 
     def gradients(function, dtype=torch.bfloat16):

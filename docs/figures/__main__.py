@@ -25,7 +25,7 @@ def problems(checked: list[Page]) -> list[str]:
 
 
 def is_held(page: Page) -> bool:
-    """Whether the page may have no measured number by hand. The catalogue of masks is written by its own benchmark."""
+    """Whether the page may have no measured number by hand."""
     return page.path.suffix == ".md" and not page.name.startswith("masks/")
 
 

@@ -9,7 +9,7 @@ from docs.figures.store import RESULTS
 
 
 def fits(results: Path = RESULTS) -> str:
-    """A sentence on the newest file of `compile fits`."""
+    """A sentence on the newest file of `tests.fitting`."""
     path = max((results / "compile").glob("fits-triton-*.csv"))
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -50,7 +50,6 @@ def spills(results: Path = RESULTS) -> str:
 
 
 def _versions(results: Path) -> dict[str, dict[str, dict[str, str]]]:
-    """The lines of `versions.csv`, by version and name of the kernel."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     with (results / "compile" / "versions.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):

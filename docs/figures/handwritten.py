@@ -49,5 +49,4 @@ def in_docstrings(path: Path) -> list[str]:
 
 
 def _blank(found: re.Match[str]) -> str:
-    """As many lines, with nothing in them."""
     return re.sub(r"[^\n]", " ", found[0])

@@ -18,9 +18,7 @@ MARK = re.compile(r"<!-- (figure|table|text|runs?)(?:: ([^>]*?))? -->(.*?)<!-- /
 _KINDS = "(?:figure|table|text|runs?)"
 MARK_TEXT = rf"<!-- {_KINDS}\b[^>]* -->(?:(?!<!-- /?{_KINDS}).)*<!-- /{_KINDS} -->"
 OPENED = re.compile(rf"<!-- /?{_KINDS}\b[^>]*>")
-CHANGED = (
-    "; the kernels have changed since"  # in the caption of a run that is older than the last change of its kernels
-)
+CHANGED = "; the kernels have changed since"
 DAGGER, DAGGER_NOTE = " †", "† The kernels have changed since this run."  # the same in a list of runs
 _CODE = r"^(?P<indent> *)```.*?^(?P=indent)```$|``[^\n]+?``|`[^`\n]+`"
 _PIECE = re.compile(rf"(?P<mark>(?s:{MARK_TEXT}))|(?P<code>(?s:{_CODE}))", re.MULTILINE)
@@ -72,7 +70,7 @@ def filled(path: Path, results: Path = RESULTS) -> Page:
     page = Page(path, text, text)
     is_page = path.suffix == ".md"
     pieces = list(pieces_of(text)) if is_page else [("mark", each) for each in re.split(f"((?s:{MARK_TEXT}))", text)]
-    for last in (False, True):  # `runs` last: it lists what the others cite
+    for last in (False, True):
         pieces = [(kind, _written(page, piece, last, results) if kind == "mark" else piece) for kind, piece in pieces]
     page.after = "".join(piece for _, piece in pieces)
     left = [each for kind, piece in pieces if kind == "text" for each in OPENED.findall(piece)]
@@ -83,7 +81,6 @@ def filled(path: Path, results: Path = RESULTS) -> Page:
 
 
 def _misplaced(page: Page, pieces: list[tuple[str, str]]) -> list[str]:
-    """Marks that stand first in a line of running text, and runs that the page does not name."""
     found, line = [], ""
     for kind, piece in pieces:
         if kind == "mark" and not line.strip() and not piece.startswith(("<!-- table", "<!-- runs")):
@@ -99,7 +96,6 @@ def _misplaced(page: Page, pieces: list[tuple[str, str]]) -> list[str]:
 
 
 def _written(page: Page, mark: str, last: bool, results: Path) -> str:
-    """A mark filled in; marks of kind `runs` wait for the last pass."""
     found = MARK.fullmatch(mark)
     if found is None or (found[1] == "runs") != last:
         return mark
@@ -127,7 +123,7 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         page.cited |= table.files
         page.named |= table.files.keys()
         files = table.files.values()
-        if "<!-- runs -->" in page.before:  # the list has the devices and versions
+        if "<!-- runs -->" in page.before:
             measured = f"Run: {', '.join(_link(file, page) for file in files)}."
         else:
             measured = f"Measured on {'; and on '.join(caption(file, page, old) for file in files)}."

@@ -41,7 +41,6 @@ class Stored:
     measurements: tuple[Measurement, ...]
 
     def matching(self, pattern: str) -> dict[str, tuple[Measurement, tuple[str, ...]]]:
-        """The measurements with matching names, and the text that each wildcard of the pattern stands for."""
         compiled = _expression(pattern)
         found = ((each, compiled.fullmatch(each.name)) for each in self.measurements if each.value is not None)
         return {each.name: (each, match.groups()) for each, match in found if match}
@@ -104,7 +103,6 @@ def figure(request: str, results: Path = RESULTS) -> Figure:
 
 
 def _sum(file: Stored, names: str) -> Measurement:
-    """The sum of measurements, as one whose spread is the sum of the absolute spreads."""
     parts = []
     for name in names.split(" + "):
         if name not in file.matching(name):
@@ -139,7 +137,6 @@ def verdict(each: Ratio) -> str:
 
 
 def _ratios(ratios: list[Ratio], file: Stored) -> Figure:
-    """One ratio, or the smallest and the largest of several: bold if all are "faster"."""
     ratios.sort(key=lambda each: each.value)
     ends = (f"{each.value:.2f}" if each.value < TEN else number(each.value) for each in (ratios[0], ratios[-1]))
     text = " to ".join(dict.fromkeys(ends))
@@ -159,7 +156,7 @@ def _file_with(name: str, which: str, results: Path) -> Stored:
         having = [each for each in having if each.key == f"{benchmark}/{which}"]
     if not having:
         raise FigureError(f"{name} must be a measured name of the store{f', in {which}' if which else ''}; it is not")
-    if len(having) > 1:  # the newest kernels run on this device
+    if len(having) > 1:
         having = [each for each in having if each.key == f"{benchmark}/{DEFAULT}"] or having
     if len(having) > 1:
         places = ", ".join(each.key.partition("/")[2] for each in having)
@@ -168,7 +165,6 @@ def _file_with(name: str, which: str, results: Path) -> Stored:
 
 
 def _rated(each: Measurement, rate: str) -> Measurement:
-    """A time in ms as the rate at which the work in its settings was done."""
     if not rate:
         return each
     setting, scale = RATES.get(rate, ("", 1.0))
@@ -209,7 +205,6 @@ def number(value: float) -> str:
 
 
 def _zeros(value: float, digits: int = DIGITS) -> int:
-    """How many places behind the point the first digit of a number below 1 stands, after it is rounded."""
     return -int(f"{value:.{digits - 1}e}".rpartition("e")[2])
 
 
@@ -222,7 +217,6 @@ _WILD = re.compile(r"\*|\{[^}]*\}")
 
 @cache
 def _expression(pattern: str) -> re.Pattern[str]:
-    """A pattern of names: `*` stands for one part or a piece of one, `{a,b}` for a or b."""
     text, at = "", 0
     for wild in _WILD.finditer(pattern):
         text += re.escape(pattern[at : wild.start()])
@@ -233,7 +227,6 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _filled(pattern: str, stands: tuple[str, ...]) -> str:
-    """The pattern with its wildcards replaced, in their order."""
     given = iter(stands)
     try:
         return _WILD.sub(lambda _: next(given), pattern)

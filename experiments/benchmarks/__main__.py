@@ -10,7 +10,6 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The modules and folders here that are programs."""
     folders = [path.parent.name for path in FOLDER.glob("*/__main__.py")]
     return sorted([*folders, *(path.stem for path in FOLDER.glob("*.py") if "\napp = " in path.read_text())])
 

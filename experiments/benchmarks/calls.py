@@ -87,9 +87,8 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     q, k, v, dout = (shape.tensor(device) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     size = (shape.batch,)
-    # More than any cache holds.
     lengths = cycle([torch.randint(1, shape.tokens, size, dtype=torch.int32, device=device) for _ in range(512)])
-    windows = cycle(range(1, shape.tokens + 1))  # of which none comes again while it is in a cache
+    windows = cycle(range(1, shape.tokens + 1))
     scores = shape.scores(device)
 
     def inference() -> None:
@@ -204,7 +203,7 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
     own = torch.eye(blocks, dtype=torch.bool, device=device)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
-        scores = scores[..., :blocks, :blocks]  # its blocks are larger, so there are fewer
+        scores = scores[..., :blocks, :blocks]
         ranked = scores.masked_fill(~causal_blocks, -torch.inf).masked_fill(own, torch.inf)
         best = ranked.topk(min(shape.chosen, blocks)).indices.int()
         indices = torch.zeros(*scores.shape, dtype=torch.int32, device=device)
@@ -226,7 +225,6 @@ IMPLEMENTATIONS_OF = {OURS: sparseflash_calls, SDPA: sdpa_calls, FLEX: flex_call
 
 
 def through_triton() -> AbstractContextManager[Any]:
-    """Inside, Triton's own launcher starts our kernels."""
     from sparseflash.backends.triton.launcher import Variant
 
     return mock.patch.object(Variant, "can_start_directly", lambda variant: False)

@@ -38,7 +38,6 @@ class Case:
         return f"{self.batch}x{self.tokens}-heads{self.heads}of{self.kv_heads}-new{self.new}"
 
     def kept(self, keys: int) -> int:
-        """Bytes of that many keys and values of every sequence, in bf16."""
         return 2 * 2 * self.batch * self.kv_heads * self.dim * min(keys, self.tokens)
 
 
@@ -56,7 +55,6 @@ SMALL = (Case(2, 256, heads=4, kv_heads=2, dim=16, pages=2, window=32),)
 
 
 def ways_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Way]:
-    """By form of the cache and implementation. Peers are compared with ours on contiguous caches."""
     g = torch.Generator(device).manual_seed(0)
     q = torch.randn(case.batch, case.heads, case.new, case.dim, generator=g, device=device).to(dtype)
     shape = (case.batch, case.kv_heads, case.tokens, case.dim)

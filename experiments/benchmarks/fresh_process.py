@@ -21,9 +21,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
-    """The result, decoded from JSON. Raises RuntimeError if the process fails, or takes longer than `limit` seconds."""
     module = function.__module__
-    if module == "__main__":  # the benchmark itself was started with python -m
+    if module == "__main__":
         module = sys.modules[module].__spec__.name
     question = pickle.dumps((module, function.__name__, arguments))
     with tempfile.TemporaryDirectory() as empty:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +13,24 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Unavailable, Way, chosen
+from experiments.benchmarks.harness import (
+    Bench,
+    Commit,
+    Device,
+    Minutes,
+    Out,
+    Rounds,
+    Unavailable,
+    Way,
+    chosen,
+    deadline,
+)
 from experiments.benchmarks.speed.peers import flashattention4
 from experiments.lm import flops, patterns
 from experiments.lm.model.attention import Attention, attention_over
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from experiments.lm.steps import AccumulatingSteps
 from experiments.lm.steps import Batch as Tokens
-from experiments.measurements import read
 from experiments.training.optimizer import adamw, apply_gradients
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -62,8 +71,6 @@ class Case:
 
 @dataclass
 class Models:
-    """The weights of one case: our model, which every attention shares, and Hugging Face's with the same weights."""
-
     case: Case
     device: torch.device
     steps: dict[str, Callable[[], Tensor]] = field(default_factory=dict)
@@ -80,7 +87,6 @@ class Models:
         self.tokens = torch.randint(self.case.sizes.vocabulary, shape, device=self.device)
 
     def step(self, name: str) -> Tensor:
-        """A step of one way, which is made in its first call; the gradient of the first layer's projections."""
         if name not in self.steps:
             make = self.hugging_face if name == "hugging-face" else self.own
             self.steps[name] = make(name)
@@ -129,7 +135,6 @@ class Models:
         return step
 
     def flops(self, name: str) -> float:
-        """Of a step; see experiments/lm/flops.py. Peers count as ours with the same pattern."""
         same = {"fa4-window": "sparseflash-window"}.get(name, name if name in OURS else "sparseflash")
         sizes, mask = self.case.sizes, self.mask(same)
         live = flops.live_scores([mask] * sizes.depth, sizes.heads)
@@ -143,7 +148,6 @@ def gradient(weight: Tensor) -> Tensor:
 
 
 def flash_attention(window: int | None) -> Attention:
-    """FlashAttention-4, causal. window: keys that a query sees, itself included."""
     package = flashattention4.load()
     bounds = {} if window is None else {"window_size": (window - 1, 0)}
 
@@ -155,7 +159,7 @@ def flash_attention(window: int | None) -> Attention:
 
 
 def hugging_face_model(model: LanguageModel) -> Any:
-    """GPT-2 of Transformers with a model's weights; its biases, which the model lacks, are 0. Raises Unavailable."""
+    """GPT-2 of Transformers with a model's weights; its biases, which the model lacks, are 0."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as failure:
@@ -188,7 +192,6 @@ def hugging_face_model(model: LanguageModel) -> Any:
 
 
 def ways_of(models: Models, names: list[str]) -> dict[str, Way]:
-    """By name; a window as long as the context is dense, and left out."""
     case, ways = models.case, {}
     for name in names:
         if case.window >= case.context and "window" in name:
@@ -203,29 +206,13 @@ def ways_of(models: Models, names: list[str]) -> dict[str, Way]:
     return ways
 
 
-def go_on(bench: Bench, cases: list[Case]) -> list[Case]:
-    """The cases that the file has not; those that it has are kept if device, commit and versions are the same."""
-    if not bench.path.exists():
-        return cases
-    run, found = read(bench.path)
-    for what in ("device", "driver", "commit", "versions"):
-        if getattr(run, what) != getattr(bench.run, what):
-            raise typer.BadParameter(
-                f"--out has measurements of another {what}, {getattr(run, what)}; this one is "
-                f"{getattr(bench.run, what)}: name another file."
-            )
-    bench.measurements.extend(found)
-    known = {each.name.split("/")[1] for each in found}
-    return [case for case in cases if case.name not in known]
-
-
 @app.command()
 def gpt(
     size: Annotated[list[str] | None, typer.Option(help="small or medium; may be repeated.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; may be repeated.")] = None,
     way: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(WAYS)}; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option(help="Of a step.", min=1)] = 65_536,
-    minutes: Annotated[float | None, typer.Option(help="Begin no case after so many.", show_default="no limit")] = None,
+    minutes: Minutes = None,
     rounds: Rounds = 2,
     device: Device = "cuda",
     out: Out = Path("runs/gpt"),
@@ -243,10 +230,11 @@ def gpt(
     contexts = context or ([64, 128] if small else list(CONTEXTS))
     sizes = chosen("--size", size, ["tiny"] if small else ["small", "medium"])
     of_all = {"window": 64, "block": 32, "tokens": 128} if small else {"tokens": tokens}
-    cases = go_on(bench, [Case(each, length, **of_all) for each in sizes for length in contexts])
-    begin = time.monotonic()
-    for case in cases:
-        if minutes is not None and time.monotonic() - begin > 60 * minutes:
+    bench.resume()
+    known, late = {each.name.split("/")[1] for each in bench.measurements}, deadline(minutes)
+    cases = [Case(each, length, **of_all) for each in sizes for length in contexts]
+    for case in (each for each in cases if each.name not in known):
+        if late():
             print(f"{case.name}: out of time; the same command goes on", flush=True)
             continue
         torch.compiler.reset()

@@ -62,14 +62,12 @@ class Case:
 
 
 def every_density(case: Case) -> list[Case]:
-    """Standard attention, ours dense, and ours under butterflies of 0, 1, ... factors."""
     most = (-(-case.length // case.block) - 1).bit_length()
     first = [replace(case, kind=kind, factors=None) for kind in (STANDARD, DENSE)]
     return first + [replace(case, kind=BUTTERFLY, factors=factors) for factors in range(most, -1, -1)]
 
 
 def calls_of(case: Case, device: torch.device, seed: int = 0) -> dict[str, Callable[[], Any]]:
-    """`forward`: the output. `both`: the gradients of q, k and v."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.numbers) for _ in range(4))
@@ -81,7 +79,6 @@ def calls_of(case: Case, device: torch.device, seed: int = 0) -> dict[str, Calla
 
 
 def largest_difference(case: Case, device: torch.device) -> float:
-    """Between standard attention and ours dense, relative to the largest value."""
     both = [calls_of(replace(case, kind=kind, factors=None), device) for kind in (STANDARD, DENSE)]
     standard, ours = ((each["forward"](), *each["both"]()) for each in both)
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))
@@ -92,8 +89,6 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs as the implementation performs them, bytes without any cache."""
-
     forward_flops: int
     backward_flops: int
     forward_bytes: int
@@ -128,7 +123,6 @@ class Kernels:
 
 
 def kernels_of(case: Case, capability: tuple[int, int] | None) -> Kernels:
-    """As `explain` says for a GPU of this compute capability; on a CPU, None, the portable kernels' shapes."""
     if capability is None or case.kind == STANDARD:
         return Kernels()
     q = torch.empty(case.batch, case.heads, case.length, case.head_dim, dtype=case.numbers)
@@ -141,9 +135,7 @@ def kernels_of(case: Case, capability: tuple[int, int] | None) -> Kernels:
 
 
 def cost(case: Case, kernels: Kernels | None = None) -> Cost:
-    """The cost if programs hold as many queries or keys as the kernels do, or a block if that is smaller.
-
-    Ours forward: `sparseflash.analysis.bytes_moved`. Backward, with e bytes per number, N, D and s as there, and m
+    """Ours forward: `sparseflash.analysis.bytes_moved`. Backward, with e bytes per number, N, D and s as there, and m
     queries or keys held:
 
         delta       out, dout read, delta and lse written and read   2 e N D + 12 N
@@ -186,7 +178,6 @@ def live_scores(mask: BlockMask) -> int:
 
 ROOT = Path(__file__).resolve().parents[2]
 _READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-# Sectors of 32 bytes requested from the L2 cache.
 _FROM_L2, _TO_L2 = "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum"
 _SECTOR = 32
 SECONDS = 120.0
@@ -203,7 +194,6 @@ class Counted:
 
 
 def counted(case: Case, which: str) -> Counted:
-    """Raises NoCountersError if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NoCountersError("ncu is not installed")
@@ -227,7 +217,6 @@ def counted(case: Case, which: str) -> Counted:
 
 
 def parse(text: str) -> Counted:
-    """Sums over the kernels of ncu's raw page: a line of names, one of units, and one a kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     if len(rows) < 2:
@@ -251,7 +240,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 DTYPES = ("bfloat16", "float16", "float32")
-# paper: the figure's shape. theorem: bytes over density and head dim, at a size that the cache cannot hold.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"batch": 64, "heads": 16, "length": 1024, "dim": [64], "block": 64},
     "theorem": {"batch": 1, "heads": 8, "length": 16_384, "dim": [32, 64, 128], "block": 128},
@@ -272,7 +260,6 @@ def table(
     commit: Commit = None,
     out: Out = Path("runs/io"),
 ) -> None:
-    """Standard attention, ours dense and ours butterfly at every density, beside the IO theorem's bytes."""
     chosen("--preset", [preset], PRESETS)
     chosen("--dtype", [dtype], DTYPES)
     given = {"batch": batch, "heads": heads, "length": length, "dim": dim, "block": block}
@@ -302,7 +289,7 @@ def one(which: str, case: str) -> None:
     """Runs one case, so that ncu sees its kernels and no others."""
     call = calls_of(Case(**json.loads(case)), torch.device("cuda"))[which]
     for _ in range(2):
-        call()  # compiles and plans
+        call()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     call()
@@ -311,7 +298,7 @@ def one(which: str, case: str) -> None:
 
 
 def way_of(case: Case, which: str, device: torch.device) -> Way:
-    made = cache(lambda: calls_of(case, device)[which])  # in the first call, whose failure is recorded
+    made = cache(lambda: calls_of(case, device)[which])
     found = cost(case)
     settings = {"flops": found.flops if which == "both" else found.forward_flops, "live": case.mask().density}
     if case.kind != STANDARD and device.type == "cuda":

@@ -50,7 +50,6 @@ class Layer(nn.Module):
 
 
 def compiled(layer: Layer, peer: str) -> Callable[[Tensor], Tensor]:
-    """In one graph, or in the two around an attention that Dynamo cannot trace."""
     if peer in NOT_TRACED:
         layer.attend = torch.compiler.disable(layer.attend)
     made: Callable[[Tensor], Tensor] = torch.compile(layer, fullgraph=peer not in NOT_TRACED, dynamic=False)
@@ -65,7 +64,6 @@ class Step:
     dout: Tensor
 
     def __call__(self) -> Tensor:
-        """The gradient of the projections to q, k and v; all of it comes through attention."""
         self.layer.zero_grad(set_to_none=True)
         self.x.grad = None
         self.call(self.x).backward(self.dout)
@@ -102,7 +100,6 @@ def ways_of(case: Case, peers: tuple[str, ...], device: torch.device, seed: int)
             steps[name] = step_of(name, runner, case, device, seed)
         return steps[name]()
 
-    # A case that ours cannot run is recorded.
     return {
         name: Way(lambda name=name: step(name), settings=case.settings, like=OURS, peer=True) for name in (OURS, *peers)
     }
@@ -131,7 +128,7 @@ def layer(
     gradients that come through attention are compared with ours first. An estimated ten minutes of an H100.
     """
     try:
-        names = named(peers, [name for name in PEERS if name != "flex-autotune"])  # an outer graph drops its mode
+        names = named(peers, [name for name in PEERS if name != "flex-autotune"])
         chosen = select(cases)
     except ValueError as failure:
         raise typer.BadParameter(str(failure)) from None

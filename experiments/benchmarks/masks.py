@@ -3,8 +3,6 @@
 Each mask is made in a process of its own, which is forked after all imports and runs PyTorch's operations on one
 thread. Seconds are those that the process had of a core (`time.process_time`), so that other programs on the machine
 hardly count. Peak memory is above that of the process before, the mask included.
-
-Imports `patterns.catalogue`.
 """
 
 from __future__ import annotations
@@ -43,15 +41,12 @@ QUADRATIC = 4_000_000  # tiles; smaller masks are made several times
 
 @dataclass(frozen=True)
 class Case:
-    """One mask. name: CASE..., way: the last part of its measurements' names."""
-
     name: str
     make: Callable[[], BlockMask]
     way: str = OURS
 
 
 def cases() -> list[Case]:
-    """All, in the order of the record."""
     found = [Case(f"million/{slug(each.name)}", partial(each.build, LONG, 128)) for each in PATTERNS if not each.chosen]
     return [*found, *_of_videos(), *_of_images(), *_of_sequences(), *_of_lists()]
 
@@ -122,8 +117,6 @@ def _of_index(tokens: int) -> Callable[[], BlockMask]:
 
 @dataclass(frozen=True)
 class Made:
-    """What one mask took. seconds: of CPU. Bytes: above the start, and of the mask."""
-
     seconds: float
     peak: int
     size: int
@@ -131,7 +124,6 @@ class Made:
 
 
 def made(make: Callable[[], BlockMask], gigabytes: float) -> Made:
-    """Makes a mask in a forked process that may take at most so much more memory. Raises RuntimeError if it fails."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_make, args=(make, gigabytes, theirs))
@@ -149,14 +141,13 @@ def made(make: Callable[[], BlockMask], gigabytes: float) -> Made:
 
 
 def _make(make: Callable[[], BlockMask], gigabytes: float, answers: Connection) -> None:
-    """The program of the other process."""
     _use_libraries()
     gc.collect()
     gc.freeze()
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     allowed = in_use + int(gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")
     before, start = peak_bytes(), time.process_time()
     try:
         mask = make()

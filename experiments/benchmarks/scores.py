@@ -38,13 +38,12 @@ class Case:
 
 
 def case(name: str, heads: int, mask: BlockMask, dtype: torch.dtype) -> Case:
-    """A modification with random tensors, the same ones for the same arguments."""
     generator = torch.Generator(mask.device).manual_seed(0)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=mask.device, dtype=dtype).requires_grad_()
 
-    if name in ("alibi", "fixed_alibi"):  # fixed, as in most models
+    if name in ("alibi", "fixed_alibi"):
         slopes = leaf(heads) if name == "alibi" else leaf(heads).detach()
         learned = (slopes,) if name == "alibi" else ()
         return Case(name, learned, lambda: scores.alibi(slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
@@ -63,16 +62,16 @@ def case(name: str, heads: int, mask: BlockMask, dtype: torch.dtype) -> Case:
     if name == "bias":
         bias = leaf(1, heads, mask.q_len, mask.k_len)
         return Case(name, (bias,), lambda: scores.bias(bias), lambda s, b, h, q, k: s + bias[0, h, q, k])
-    if name == "tile_bias":  # FlexAttention reads the same tiles, by number
+    if name == "tile_bias":
         values = leaf(1, heads, len(mask.indices), mask.block_q, mask.block_k)
-        number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)  # right where a tile is live
+        number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)
 
         def of_tile(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             tile = number[q // mask.block_q, k // mask.block_k]
             return s + values[0, h, tile, q % mask.block_q, k % mask.block_k]
 
         return Case(name, (values,), lambda: scores.tile_bias(values, mask), of_tile)
-    gains = leaf(heads)  # of each head, for nearby keys
+    gains = leaf(heads)
 
     def near(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gain: Tensor) -> Tensor:
         return torch.where((q - k).abs() < 256, s * gain[h], s)
@@ -87,8 +86,6 @@ BACKENDS = {"auto": None, "triton": "triton", "hopper": "hopper"}
 
 
 class Attended(NamedTuple):
-    """A forward to time, and the tensors whose gradients its backward computes."""
-
     run: Callable[[], Tensor]
     wanted: Sequence[Tensor]
 
@@ -102,8 +99,6 @@ class Sizes(NamedTuple):
 
 
 class Ways:
-    """Implementations of inputs that they share."""
-
     def __init__(self, sizes: Sizes) -> None:
         self.place, self.dim = torch.device(sizes.device), sizes.dim
         self.ours = {"triton": f"{OURS}-portable", "hopper": f"{OURS}-hopper"}.get(sizes.backend, OURS)
@@ -129,7 +124,6 @@ class Ways:
         return Attended(lambda: attention(*self.leaves, self.mask, backend=self.backend), self.leaves)
 
     def changed(self, case: Case, library: str) -> Attended | None:
-        """None if the library cannot express the case."""
         wanted = [*self.leaves, *case.learned]
         if library == FLEX:
             return None if case.score_mod is None else Attended(lambda: self._flex(score_mod=case.score_mod), wanted)
@@ -149,7 +143,6 @@ class Ways:
 
 
 def seconds_of(name: str, library: str, sizes: Sizes) -> dict[str, float]:
-    """Seconds until the first results, by CASE-PASS/WAY; plain attention runs first."""
     found: dict[str, float] = answer_of(measured, name, library, sizes)
     return found
 
@@ -228,7 +221,7 @@ def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Way
 def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
     try:
         for what, seconds in seconds_of(name, library, sizes).items():
-            if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:  # plain, of another case
+            if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:
                 bench.add(f"first-use/{what}", seconds, "s")
     except RuntimeError as failure:
         bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
@@ -236,7 +229,6 @@ def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
 
 
 def over_plain(bench: Bench) -> list[str]:
-    """The time relative to plain attention in the same turns, and the aim."""
     lines = []
     for each in bench.measurements:
         _, _, case, what = each.name.split("/")[:4]

@@ -50,7 +50,6 @@ class Timing:
 
 
 def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds of one call by the host's clock, and its result."""
     synchronize(device)
     begin = time.perf_counter()
     result = call()

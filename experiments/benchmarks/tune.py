@@ -46,8 +46,6 @@ _SPILLED_FOR_A_PROGRAM = 180
 
 
 class Target(NamedTuple):
-    """One entry of a table."""
-
     kernel: Kernel
     arithmetic: Arithmetic
     dim: int  # padded to a power of two
@@ -72,7 +70,6 @@ def parse(text: str) -> Config:
 
 
 def candidates(target: Target) -> list[Config]:
-    """Accumulators fit in the registers, and tiles in shared memory."""
     half = target.arithmetic == "half"
     limits = (0, *_LIMITS) if half else (0,)
     in_registers = (False, True) if half and target.kernel == "forward" else (False,)
@@ -81,11 +78,10 @@ def candidates(target: Target) -> list[Config]:
 
 
 def _fits(target: Target, config: Config) -> bool:
-    size = {"half": 2, "tf32": 4, "fp32": 6}[target.arithmetic]  # fp32: three pieces in bf16
+    size = {"half": 2, "tf32": 4, "fp32": 6}[target.arithmetic]
     m, n, dim = config.block_m, config.block_n, target.dim
     held, other = held_and_streamed(target.kernel, (m, n))
     kept, streamed = held * dim * (1 if target.kernel == "forward" else 2), 2 * other * dim
-    # A tenth of a thread's registers holds addresses.
     threads = 32 * config.num_warps
     if results_and_scores(target.kernel, m, n, dim) > min(0.9 * (config.registers or 255) * threads, _REGISTERS):
         return False
@@ -131,12 +127,10 @@ def compiled(config: Config, target: Target, arch: int, shared_limit: int, spill
 
 
 class Candidates:
-    """Times the pass of a target under several masks; in a backward the other kernel keeps its configuration."""
-
     def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = MASKS) -> None:
         self.target, self.device = target, device
         heads = max(1, _CHANNELS // target.dim) if device.type == "cuda" else 1
-        half = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bf16
+        half = torch.bfloat16 if device.type == "cuda" else torch.float16
         dtype = half if target.arithmetic == "half" else torch.float32
         self.masks = {kind: block_mask(kind, length, 128 if length >= 1024 else 32).to(device) for kind in kinds}
         generator = torch.Generator(device).manual_seed(0)
@@ -149,7 +143,6 @@ class Candidates:
 
     @contextmanager
     def using(self, config: Config | None) -> Iterator[None]:
-        """Inside, launches use this configuration, None for the shipped one, with the target's loads and arithmetic."""
         configs = {} if config is None else {self.target.kernel: config}
         descriptors, is_tf32 = self.target.descriptors, self.target.arithmetic == "tf32"
         with override(configs=configs, descriptors=descriptors), products_in_tf32(is_tf32):
@@ -165,12 +158,11 @@ class Candidates:
         return Timed(call, partial(self.using, config))
 
     def ratios(self, configs: Sequence[Config], *, rounds: int, round_ms: float) -> dict[Config, dict[str, float]]:
-        """Times over the shipped configuration's, by mask, fastest first, without candidates that cannot run."""
         found: dict[Config, dict[str, float]] = {config: {} for config in configs}
         for kind in self.masks:
             calls = {"shipped": self.timed(kind, None)}
             for config in configs:
-                with suppress(RuntimeError, ValueError):  # it cannot run
+                with suppress(RuntimeError, ValueError):
                     calls[str(config)] = self.timed(kind, config)
             timings = in_turns(calls, self.device, rounds=rounds, round_ms=round_ms)
             if (failure := timings["shipped"].failure) is not None:
@@ -182,7 +174,6 @@ class Candidates:
         return dict(sorted(whole.items(), key=lambda each: geometric_mean(each[1].values())))
 
     def error(self, config: Config) -> float:
-        """The largest error of the forward and the gradients in units of the allowed error."""
         with self.using(config):
             return max(
                 testing.compare(
@@ -235,7 +226,6 @@ def tune(
 
 
 def measure(bench: Bench, target: Target, found: Sequence[Compiled], kinds: Sequence[str], length: int) -> None:
-    """Records the times of a target's candidates, and the errors of the fastest."""
     path = f"{target}/{{}}-{'descriptors' if target.descriptors else 'pointers'}"
     for each in found:
         if each.why:

@@ -46,8 +46,6 @@ class Options:
 
 @dataclass
 class Row:
-    """`failure`: the reason for missing numbers."""
-
     case: Case
     parameters: int = 0
     density: float = float("nan")  # live scores, mean of the layers
@@ -75,7 +73,6 @@ class Row:
 
 
 def measure(cases: Sequence[Case], options: Options, device: torch.device, say: Say) -> list[Row]:
-    """In order."""
     deadline = time.monotonic() + 60 * options.minutes
     if options.recorded:
         check_recordable(device)
@@ -84,7 +81,7 @@ def measure(cases: Sequence[Case], options: Options, device: torch.device, say: 
     for preset in dict.fromkeys(row.case.preset for row in rows):
         of_model = [row for row in rows if row.case.preset == preset]
         config = replace(configure(preset, dict(options.chosen)), context=max(row.case.context for row in of_model))
-        torch._dynamo.reset()  # graphs of other sizes
+        torch._dynamo.reset()
         try:
             _measure_model(config, of_model, options, device, deadline, say)
         except torch.OutOfMemoryError:
@@ -176,7 +173,6 @@ def _prepare(row: Row, model: LanguageModel, config: Config, device: torch.devic
 def _first(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, say: Say
 ) -> bool:
-    """Two steps, which compile and reserve memory. Returns whether they ran."""
     begin = time.perf_counter()
     _run(row, model, attentions, steps, batch, count=1)
     row.first_seconds = time.perf_counter() - begin
@@ -191,7 +187,6 @@ def _first(
 def _round(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, seconds: float
 ) -> None:
-    """A warm-up step, then as many steps as fill the round."""
     once = _run(row, model, attentions, steps, batch, count=1)
     if row.failure:
         return
@@ -204,7 +199,6 @@ def _round(
 def _run(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, count: int
 ) -> float:
-    """Seconds of some steps; a failure is recorded in the row."""
     model.attentions = tuple(attentions)
     device = steps.device
     on_gpu = device.type == "cuda"
@@ -218,7 +212,7 @@ def _run(
         synchronize(device)
     except torch.OutOfMemoryError:
         row.failure = "out of memory"
-    except Exception as error:  # the other rows go on
+    except Exception as error:
         row.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     took = time.perf_counter() - begin
     if row.failure:

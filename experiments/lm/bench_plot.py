@@ -28,7 +28,6 @@ def lines(rows: list[dict[str, Any]], number: str) -> dict[str, tuple[list[int],
 
 
 def plot(stored: Path, path: Path) -> None:
-    """A number that no row has gets no panel."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -47,7 +47,6 @@ def shortened(failure: str) -> str:
 
 
 def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
-    """Steps of the same kind; None if not measured."""
     for other in rows:
         if other.rounds and other.case == row.case._replace(pattern="dense", attention=PEER):
             return row.tokens_per_s / other.tokens_per_s
@@ -77,7 +76,6 @@ def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """bench.csv, bench.json and, if profiled, kernels.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [as_record(row, rows) for row in rows]
     write_csv(folder / "bench.csv", [{**record, **facts} for record in records])

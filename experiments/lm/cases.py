@@ -9,7 +9,6 @@ from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.presets import settings_of
 from sparseflash.cli.pattern_text import parts
 
-# Dense attention at the usual lengths, for all sizes; then long contexts, where sparse patterns should pay.
 DEFAULT = (
     "124M:2K,8K:dense:sparseflash,sdpa,flex",
     "124M:16K,64K:dense:sparseflash,sdpa,flex",
@@ -37,7 +36,7 @@ def parsed(text: str) -> list[Case]:
     [Case(preset='124M', context=2048, pattern='dense', attention='sparseflash', recorded=False),
      Case(preset='124M', context=512, pattern='dense', attention='sparseflash', recorded=False)]
 
-    + joins alternating layers. Raises ValueError for anything else.
+    + joins alternating layers.
     """
     words = parts(text, ":")
     fields = [parts(field, ",") for field in (*words[:2], ":".join(words[2:-1]), words[-1])]

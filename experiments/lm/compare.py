@@ -2,8 +2,6 @@
 
 <out>/<run>/                  each run, with the files of train.py
 <out>/<run>/environment.json  the device, versions and commit of the session that completed it
-
-The same command resumes a paused comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from experiments.training.trainer import Pause
 from sparseflash.cli.pattern_text import parts
 
 ENVIRONMENT = "environment.json"
-# Settings given by a case or by a list, and settings for several processes.
 NOT_CHOSEN = ("context", "pattern", "attention", "seed", "context_parallel")
 
 
@@ -43,7 +40,6 @@ def name_of(case: Case) -> str:
 
 
 def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
-    """Its preset, changed by `chosen`."""
     of_case = {"context": case.context, "pattern": case.pattern, "attention": case.attention}
     return configure(case.preset, {**chosen, **of_case})
 
@@ -57,8 +53,7 @@ def configs_of(
 ) -> dict[str, Config]:
     """The settings of every run, by name: each case with each learning rate and each seed.
 
-    rates: peaks of the learning rate; none: the preset's. tuned: instead of them, the peak of each case. Raises
-    ValueError for a case that was not tuned.
+    rates: peaks of the learning rate; none: the preset's. tuned: instead of them, the peak of each case.
     """
     found = {}
     for case in cases:
@@ -103,7 +98,6 @@ def tuned_in(folder: Path, cases: Iterable[Case]) -> dict[Case, float]:
 def train_all(
     configs: Mapping[str, Config], store: Store, out: Path, pause: Pause, facts: Mapping[str, str], console: Console
 ) -> bool:
-    """Returns whether all are complete. Raises ValueError if a folder holds a run of other settings or another text."""
     for name, config in configs.items():
         _check_same(out / name, config, store)
     trained = False

@@ -61,7 +61,7 @@ def summary(runs: Sequence[Finished], environments: Sequence[Mapping[str, str]])
         made.append({
             "run": run.name,
             **metrics["config"],
-            **{name: value for name, value in environment.items() if name != "run"},  # the time of its session
+            **{name: value for name, value in environment.items() if name != "run"},
             **{name: metrics[name] for name in RESULTS},
             "initial": begun_with(metrics.get("initial")),
             "at_seconds": {f"{amount:.0f}": loss_at(found, "seconds", amount) for amount in seconds},

@@ -145,7 +145,6 @@ class Config:
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward."""
         return max(1, self.micro_tokens * self.context_parallel // self.context)
 
 
@@ -164,7 +163,6 @@ def configure(preset: str | None, chosen: Mapping[str, Any]) -> Config:
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """Raises ValueError if the settings chosen now would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 

@@ -12,10 +12,7 @@ from sparseflash import BlockMask, masks
 
 
 class DocumentMasks:
-    """The host builds the masks, a fraction of a second for each batch.
-
-    layers: masks on the CPU. attention_of: makes the attention over a mask.
-    """
+    """The host builds the masks, a fraction of a second for each batch."""
 
     def __init__(self, layers: Sequence[BlockMask], attention_of: Callable[[BlockMask], Attention]) -> None:
         self.layers, self.attention_of = tuple(layers), attention_of

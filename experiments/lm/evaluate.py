@@ -22,8 +22,6 @@ BUCKETS = 32  # rows of positions.csv
 
 @dataclass(frozen=True)
 class Losses:
-    """Sums (nats) at each position over `sequences` sequences."""
-
     sums: np.ndarray  # [N]
     sequences: int
 
@@ -55,10 +53,6 @@ def losses(
     documents: DocumentMasks | None,
     together: int,
 ) -> Losses:
-    """On the first sequences of a part, divided among all processes.
-
-    together: sequences of a forward. Raises ValueError if the text has fewer sequences than shares.
-    """
     count = min((len(part) - 1) // config.context, max(1, config.validation_tokens // config.context))
     shares = ranks.data_parallel_ranks
     count = count // shares * shares

@@ -30,7 +30,6 @@ def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
 
 
 def live_scores(layers: Sequence[BlockMask | ChosenBlocks], heads: int) -> float:
-    """The live scores of one sequence, over all layers and heads."""
     found = {id(mask): mask.density * mask.q_len * mask.k_len * heads for mask in layers}
     return sum(found[id(mask)] for mask in layers)
 

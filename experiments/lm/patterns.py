@@ -29,8 +29,7 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    window: of "local", in tokens, the query included. heads: that a rule distinguishes. Raises ValueError if the name
-    gives no mask of this length.
+    window: of "local", in tokens, the query included. heads: that a rule distinguishes.
     """
     named = {
         "dense": lambda: masks.causal(length, block=block),
@@ -49,7 +48,6 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
 
 
 def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> BlockMask:
-    """Such as "local|butterfly" or "local/dense"; with one head if all are equal."""
     by_head = groups(text, NAMES)
     if heads % len(by_head):
         raise ValueError(
@@ -68,8 +66,7 @@ def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> 
 
 
 def has_choices(text: str) -> bool:
-    """Whether some layers choose their blocks at every step."""
-    return not set(KINDS).isdisjoint(parts(text, ","))  # a whole layer: no part of a union, and no group of heads
+    return not set(KINDS).isdisjoint(parts(text, ","))
 
 
 def chosen(length: int, *, window: int, block: int, kind: str = "moba") -> ChosenBlocks:
@@ -86,7 +83,7 @@ def chosen(length: int, *, window: int, block: int, kind: str = "moba") -> Chose
 def of_layers(
     text: str, depth: int, heads: int, length: int, *, window: int, block: int
 ) -> list[BlockMask | ChosenBlocks]:
-    """The masks of all layers. Layers with one pattern share one mask object and its plans.
+    """Layers with one pattern share one mask object and its plans.
 
     >>> first, second, third = of_layers("local,dense", 3, 4, 256, window=64, block=32)
     >>> first is third, second.density > first.density

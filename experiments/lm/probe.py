@@ -32,8 +32,6 @@ _SPACE = "Ġ"  # begins a word, in the alphabet of byte-level vocabularies
 
 
 class Example(NamedTuple):
-    """A row of context + 1 tokens, the same with another first occurrence, and the tokens whose losses count."""
-
     tokens: np.ndarray
     control: np.ndarray
     first: int  # the losses of tokens[first : end]
@@ -58,10 +56,6 @@ def measured(
     model: LanguageModel, part: Part, tokenizer: Tokenizer, context: int, *, examples: int = 16, seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[Found]:  # fmt: skip
-    """Both probes at all distances inside the context, on `examples` places of a part.
-
-    A tokenizer of bytes has no names. Raises ValueError if the text is shorter than a context.
-    """
     if len(part) < 2 * context:
         raise ValueError(f"the text of a probe must have two contexts, {2 * context:,} tokens; it has {len(part):,}")
     found = []
@@ -93,7 +87,6 @@ def distances(context: int) -> list[int]:
 
 
 def sentence(part: Part, context: int, distance: int, random: np.random.Generator) -> Example:
-    """A passage at the end of a context that repeats the one `distance` tokens before it."""
     begin, elsewhere = random.integers(0, len(part) - context - 1, 2)
     tokens = np.array(part.tokens[begin : begin + context + 1], np.int64)
     end = context + 1
@@ -110,8 +103,6 @@ class Word(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """A word's two occurrences, without another between them or in the context before."""
-
     first: Word
     second: int
 
@@ -121,7 +112,6 @@ class Repeated(NamedTuple):
 
 
 def names_of(part: Part, tokenizer: Tokenizer) -> list[Word]:
-    """The words of two and more tokens that begin with a capital; none for bytes."""
     spelled = getattr(tokenizer, "spelled", None)
     if spelled is None:
         return []
@@ -129,7 +119,6 @@ def names_of(part: Part, tokenizer: Tokenizer) -> list[Word]:
     begins = np.array([len(text) > 1 and text[0] == _SPACE and text[1].isupper() for text in texts])
     goes_on = np.array([text.isascii() and text.isalpha() for text in texts])
     tokens = np.asarray(part.tokens)
-    # The next token says whether a word has more than one.
     starts = np.flatnonzero(begins[tokens[:-1]] & goes_on[tokens[1:]])
     words = []
     for start in starts.tolist():
@@ -141,7 +130,6 @@ def names_of(part: Part, tokenizer: Tokenizer) -> list[Word]:
 
 
 def repeated(part: Part, words: Sequence[Word], context: int) -> Iterator[Repeated]:
-    """The words whose last occurrence is inside a context that ends with them, and is the only one there."""
     before: dict[tuple[int, ...], list[int]] = {}
     document = np.asarray(part.starts)
     for word in words:
@@ -157,7 +145,6 @@ def repeated(part: Part, words: Sequence[Word], context: int) -> Iterator[Repeat
 def with_name(
     part: Part, found: Repeated, others: Sequence[Repeated], context: int, random: np.random.Generator
 ) -> Example:
-    """A context that ends with a name's second occurrence; in the control another name of its length was first."""
     size = len(found.first.tokens)
     end = found.second + size
     begin = end - context - 1
@@ -172,7 +159,7 @@ def with_name(
         other = tuple(part.tokens[place : place + size].tolist())
     place = found.first.begin - begin
     control[place : place + size] = other
-    return Example(tokens, control, context + 1 - size + 1, context + 1)  # the first token says which name it is
+    return Example(tokens, control, context + 1 - size + 1, context + 1)
 
 
 @torch.no_grad()

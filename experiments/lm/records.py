@@ -32,13 +32,11 @@ def measurements_of(metrics: Mapping[str, Any]) -> list[Measurement]:
 
 
 def record(path: Path | None, run: Run, metrics: Mapping[str, Any]) -> None:
-    """Adds a complete run to a file of measurements, if there is one."""
     if path is not None:
         add_seed(path, run, measurements_of(metrics))
 
 
 def record_steps(path: Path | None, run: Run, rows: Sequence[Row]) -> None:
-    """Writes the measured steps of `bench`: lm-speed/MODEL/CONTEXT/PATTERN/WHAT/WAY."""
     if path is None:
         return
     found = []

@@ -16,7 +16,6 @@ from experiments.training.reading import reading
 
 
 def opened(path: Path, device: torch.device) -> tuple[LanguageModel, Config, Tokenizer]:
-    """Raises FileNotFoundError if the run is not finished, and ValueError for other contents."""
     tensors, about = tensor_files.read(path, KIND, "config")
     with reading(path, f"a file of an {KIND} with its settings"):
         config = Config(**about["config"])
@@ -53,10 +52,7 @@ def chosen(scores: Tensor, temperature: float, top: int, generator: torch.Genera
 def continued(
     model: LanguageModel, tokens: list[int], count: int, *, context: int, temperature: float, top: int, seed: int
 ) -> list[int]:
-    """Fewer if the document ends.
-
-    Each token is computed from the last `context` tokens again, at the beginning of the mask.
-    """
+    """Each token is computed from the last `context` tokens again, at the beginning of the mask."""
     generator = torch.Generator().manual_seed(seed)
     device = model.embedding.weight.device
     end = model.sizes.vocabulary - 1

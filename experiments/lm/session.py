@@ -13,17 +13,14 @@ from experiments.training.distributed import Ranks
 from experiments.training.session import train_shown
 from experiments.training.trainer import Pause
 
-# Third-party code.
 INSTALLED = ("site-packages", "dist-packages")
 
 
 def standard_library() -> Path:
-    """A few thousand files of code and comments."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_tokens(config: Config, data: Path, ranks: Ranks, console: Console) -> Store:
-    """The first process makes them if they are missing."""
     return ranks.first_before_others(
         lambda: tokens_of(data, config.vocabulary, lambda text: console.print(text, soft_wrap=True, highlight=False))
     )
@@ -41,7 +38,6 @@ def train(
     tensorboard: bool,
     console: Console,
 ) -> dict[str, Any] | None:
-    """Returns the metrics, or None if paused."""
     run = Run(config, store, folder, resume=resume, overwrite=overwrite, ranks=ranks)
     count = sum(parameter.numel() for parameter in run.model.parameters())
     console.print(

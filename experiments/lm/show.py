@@ -14,8 +14,6 @@ from experiments.training.run_log import Record
 
 
 class Validation(NamedTuple):
-    """On held-out text (nats)."""
-
     tokens: int
     seconds: float
     loss: float
@@ -37,7 +35,6 @@ class Finished(NamedTuple):
 
 
 def read(folder: Path) -> Finished:
-    """Raises FileNotFoundError if the folder holds no run."""
     records = run_log.read(folder / run_folder.LOG)
     if not records:
         raise FileNotFoundError(f"there is no log of a run in {folder}")
@@ -51,7 +48,6 @@ def read(folder: Path) -> Finished:
 
 
 def table(runs: Sequence[Finished]) -> Table:
-    """The speed is taken from the last log lines."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column("run", overflow="fold")
     for name in ("steps", "tokens", "minutes", "tokens/s", "MFU", "train", "val"):

@@ -20,8 +20,6 @@ from experiments.training.steps import BatchSize, Objective, Outcome, Steps
 
 @dataclass(frozen=True)
 class Batch:
-    """[B, N + 1]; may lie on the host."""
-
     tokens: Tensor
     attentions: tuple[Sequence[Attention], ...] = ()  # for each part
 
@@ -30,7 +28,6 @@ class Batch:
         return size_of(self.tokens)
 
     def on_device(self, device: torch.device) -> Tensor:
-        """int64, copied without waiting."""
         tokens = self.tokens
         if device.type == "cuda" and not tokens.is_cuda:
             tokens = tokens.pin_memory()
@@ -51,8 +48,6 @@ class Part:
 
 @dataclass(frozen=True)
 class StaticPart:
-    """For CUDA graphs."""
-
     part: Part
 
     @classmethod
@@ -70,7 +65,6 @@ class StaticPart:
 
 
 def size_of(tokens: Tensor) -> BatchSize:
-    """Of [B, N + 1]."""
     count = tokens.shape[0] * (tokens.shape[1] - 1)
     return BatchSize(count, count, count)
 
@@ -80,8 +74,8 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
 
     Processes exchange gradients once, after the last part.
 
-    recorded: forward and backward of a part are a CUDA graph. One graph writes the gradients of a step's first
-    part, another adds gradients of later parts. A smaller last part runs without a graph.
+    recorded: forward and backward of a part are a CUDA graph. One graph writes the gradients of a step's first part,
+    another adds gradients of later parts.
     """
 
     def __init__(
@@ -132,7 +126,6 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
 
 
 def check_recordable(device: torch.device, processes: int = 1) -> None:
-    """Raises ValueError unless steps can be CUDA graphs."""
     if device.type != "cuda" or processes > 1:
         raise ValueError(
             f"--recorded must have one process on a GPU, whose steps become CUDA graphs; got {processes} on "
@@ -141,7 +134,6 @@ def check_recordable(device: torch.device, processes: int = 1) -> None:
 
 
 def _losses(model: nn.Module, part: Part) -> tuple[Tensor, Outcome]:
-    """To the mean loss of its batch."""
     loss = model(part.tokens[:, :-1], part.tokens[:, 1:], part.attentions) * part.share
     nothing = torch.zeros_like(loss)
     return loss, Outcome(loss.detach(), nothing, nothing)

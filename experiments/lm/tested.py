@@ -1,7 +1,4 @@
-"""A finished run tested on texts that neither trained it nor chose its settings: loss, by position, far context.
-
-<run>/test.json, <run>/test-positions.csv
-"""
+"""A finished run tested on texts that neither trained it nor chose its settings: loss, by position, far context."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ def test(
 ) -> dict[str, Any]:
     """Plain values for a JSON file. tokens: at most, for the loss. examples: places of the probe at each distance; 0:
     no probe.
-
-    Raises ValueError if the tokens have no part for testing, or another vocabulary.
     """
     if store.test is None:
         raise ValueError(f"{store.folder} must have texts for testing, as `corpus --books` gives; it has none")

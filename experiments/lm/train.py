@@ -42,9 +42,6 @@ KIND = "lm language model"
 
 
 class Run(Trainer[Batch]):
-    """Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
-    processes cannot share the batch, or the text is too short."""
-
     def __init__(
         self,
         config: Config,
@@ -136,7 +133,6 @@ class Run(Trainer[Batch]):
             )
 
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """Another pattern is allowed and, with rotary positions, another context."""
         found, about = tensor_files.read(path, KIND, "config", "steps")
         own = self.model.state_dict()
         with reading(path, f"a file of an {KIND} with its settings and its steps"):
@@ -170,7 +166,6 @@ class Run(Trainer[Batch]):
         return min(self.config.part, self.config.batch // self.ranks.data_parallel_ranks)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """The final metrics; None if the run was paused and saved."""
         with self.session():
             if not self.train_stage(self._batches(), self._steps(), pause):
                 return None
@@ -181,7 +176,6 @@ class Run(Trainer[Batch]):
         return self.ranks.on_first(lambda: self._write_result(losses, weights, peak))
 
     def _peak_memory(self) -> int | None:
-        """On any process's GPU, in the first process; None on CPUs."""
         found = [each for each in self.ranks.gather(peak_memory(self.device)) if each is not None]
         return max(found, default=None)
 
@@ -218,7 +212,6 @@ class Run(Trainer[Batch]):
         self._validated()
 
     def _validated(self) -> evaluate.Losses:
-        """Logged once a step."""
         found = evaluate.losses(
             self.data_parallel, self.store.val, self.config, self.device, self.ranks, self.documents, self.part
         )
@@ -249,7 +242,7 @@ class Run(Trainer[Batch]):
             "mfu": trained[-1].get("mfu") if trained else None,
             "initial": self.before,
             "processes": self.ranks.count,
-            "peak_memory": peak,  # of the fullest GPU
+            "peak_memory": peak,
             "device": device_name(self.device),
             "versions": versions(),
             "config": as_dict(config),
@@ -270,7 +263,6 @@ class Run(Trainer[Batch]):
 
 
 def _vocabulary(folder: Path) -> bytes | None:
-    """None for bytes."""
     path = folder / FILE
     return path.read_bytes() if path.is_file() else None
 
@@ -282,7 +274,6 @@ class Saved(NamedTuple):
 
 
 def saved_run(folder: Path) -> Saved:
-    """Raises FileNotFoundError if the folder holds no run."""
     return settings_as(
         folder / SETTINGS,
         lambda saved: Saved(Config(**saved["config"]), Path(saved["data"]["folder"]), saved["data"]["hash"]),

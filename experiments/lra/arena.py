@@ -25,14 +25,13 @@ from experiments.lra.table.accuracy import Accuracy, collect
 from experiments.lra.tasks import TASKS
 from experiments.training import checkpoint
 
-# Settings that a row or its pretraining gives.
 OF_ROWS = ("task", "mask", "seed", "objective", "hidden", "initial")
 HIDDEN = {True: 0.5, False: 0.15}  # share of hidden tokens, of images and of other inputs (Amos, Berant and Gupta)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a task with a mask. The runs differ in their seeds alone."""
+    """The runs differ in their seeds alone."""
 
     config: Config
     folder: Path
@@ -42,7 +41,6 @@ class Row:
         return self.folder / f"seed{seed}"
 
     def runs(self, seed: int) -> list[tuple[Config, Path]]:
-        """The runs of a seed, one after the other, with their folders."""
         config, place = replace(self.config, seed=seed), self.place(seed)
         if self.pretraining is None:
             return [(config, place)]
@@ -72,10 +70,8 @@ def rows_of(
 
 
 def train_all(rows: Sequence[Row], seeds: Sequence[int], sessions: Mapping[str, Session], until: float) -> bool:
-    """Train what is not complete. Returns whether everything is; False if the time ended.
-
-    sessions: of each task.
-    until: the time.monotonic() at which the sessions pause. A run that a whole session of this length would hold is not
+    """until: the time.monotonic() at which the sessions pause. A run that a whole session of this length would hold is
+    not
         begun in the rest of one, because its checkpoint is larger than its result.
     """
     whole = until - time.monotonic()
@@ -103,7 +99,6 @@ def in_order(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[tuple[Config
 
 
 def table(out: Path) -> list[list[str]]:
-    """All finished runs below a folder: every seed, mean and standard deviation, and the helps in columns."""
     lines = [[
         "task", "mask", "of each seed", "mean", "validation", "positions", "helps", "learned before", "minutes",
         "steps", "parameters", "best rule",

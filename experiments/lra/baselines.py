@@ -14,8 +14,6 @@ from experiments.lra.tasks.task import Data
 
 @dataclass(frozen=True)
 class Baseline:
-    """Fitted on the training split."""
-
     rule: str
     accuracy: float
     loss: float | None  # in nats, of class frequencies
@@ -37,12 +35,10 @@ def majority(data: Data) -> Baseline:
 
 
 def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:
-    """Its first token, or nothing."""
     return examples.first_symbols if by_first_token else np.zeros(len(examples), np.uint8)
 
 
 def fit(rule: str, train_groups: NDArray[np.uint8], test_groups: NDArray[np.uint8], data: Data) -> Baseline:
-    """The most frequent class of the example's group."""
     counts = np.ones((data.task.vocabulary, data.task.classes))  # no class has probability 0
     np.add.at(counts, (train_groups, data.train.labels), 1)
     chances = counts / counts.sum(1, keepdims=True)

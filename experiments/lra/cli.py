@@ -105,7 +105,6 @@ def train(
         if resume:
             saved, saved_data = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config = resumed(saved, chosen)
-            # The name of a folder of generated data determines its contents, so missing data can be generated again.
             if data is None and (saved_data.is_dir() or saved_data.name != config.generator.folder_name):
                 data = saved_data
         else:

@@ -188,7 +188,6 @@ class Config(RunSettings):
             )
 
     def _check_convolution(self) -> None:
-        """Raises ValueError for settings that do not allow it."""
         if self.convolution < 3 or self.convolution % 2 == 0:
             raise ValueError(f"convolution must be 0, or odd and at least 3; got {self.convolution}")
         if self.context_parallel > 1:
@@ -203,7 +202,6 @@ class Config(RunSettings):
             )
 
     def _check_shared_sequences(self) -> None:
-        """Raises ValueError for settings that do not allow it."""
         check_shareable(
             processes=self.context_parallel, attention=self.attention, longest=self.shape.length, block=self.block,
             length_option="--max-tokens",
@@ -227,7 +225,6 @@ class Config(RunSettings):
 
     @property
     def generator(self) -> Settings:
-        """If no data are given."""
         return Settings(
             self.longer_than,
             self.shorter_than,
@@ -267,13 +264,11 @@ def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """Raises ValueError if the settings chosen now would change the run."""
     free = FREE_ON_RESUME if saved.keep != "best" else [name for name in FREE_ON_RESUME if name not in VALIDATION]
     return run_folder.resumed(saved, chosen, free)
 
 
 def from_saved(saved: dict[str, Any]) -> Config:
-    """Also of older versions with fewer settings."""
     return Config(**{"buckets": False, **saved})
 
 

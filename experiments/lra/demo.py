@@ -36,7 +36,6 @@ class Outcome:
 
 
 def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple[str, ...] = MASKS) -> bool:
-    """Replaces an earlier one. Returns whether every mask was exact."""
     built = {short(name): mask_of(replace(config, mask=name)) for name in names}
     drawn = mask_picture.draw(built, out / "masks.png")
     console.print(f"The masks: {drawn}", soft_wrap=True)
@@ -44,7 +43,7 @@ def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple
     outcomes: list[Outcome] = []
     for name in names:
         outcomes.append(train_one(replace(config, mask=name), data, out, console))
-        write_json(results, [asdict(outcome) for outcome in outcomes])  # kept if Ctrl-C stops the next mask
+        write_json(results, [asdict(outcome) for outcome in outcomes])
     console.print(table(outcomes, data))
     for line in verdicts(outcomes, data):
         console.print(line)
@@ -82,12 +81,10 @@ def next_steps(out: Path) -> list[str]:
 
 
 def short(name: str) -> str:
-    """For module:function, the function's name."""
     return name.rpartition(":")[2]
 
 
 def table(outcomes: list[Outcome], data: Data) -> Table:
-    """At most 80 characters wide."""
     first = outcomes[0].metrics
     made = "generated" if data.generated else "released"
     steps = sorted(outcome.metrics["steps"] for outcome in outcomes)

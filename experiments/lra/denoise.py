@@ -34,7 +34,6 @@ class Denoiser(Encoder):
         self.namer = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None, padded: bool, asked: Tensor) -> Tensor:
-        """Logits [M, vocabulary] at `asked` [M], positions in the flattened ids."""
         logits: Tensor = self.namer(self.encode(ids, lengths, places, padded).flatten(0, 1)[asked])
         return logits
 
@@ -54,19 +53,16 @@ def hide(batch: Batch, share: float, random: np.random.Generator, first: int = 0
 def hidden_for_training(
     batches: Iterable[Batch], shape: Shape, share: float, seed: int, step: int, rank: int
 ) -> Iterator[Batch]:
-    """Steps from `step` on, each with other hidden tokens."""
     for number, batch in enumerate(batches, start=step):
         yield hide(batch, share, np.random.default_rng([_TRAINING, seed, number, rank]), shape.first)
 
 
 def hidden_for_scoring(batches: Iterable[Batch], shape: Shape, share: float, numbers: Iterable[int]) -> Iterator[Batch]:
-    """A batch always has the same hidden tokens."""
     for number, batch in zip(numbers, batches):
         yield hide(batch, share, np.random.default_rng([_SCORING, number]), shape.first)
 
 
 def frequency_baseline(data: Data, shape: Shape) -> Baseline:
-    """Predicts test tokens by their training frequencies."""
     train, test = (_counts(split, shape, data.task.vocabulary) for split in (data.train, data.test))
     chances = (train + 1) / (train + 1).sum()
     test_chances = test / test.sum()

@@ -37,8 +37,6 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
 
     path: the run's folder, or its model.safetensors.
     mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run.
-
-    Raises ValueError for a file with other contents.
     """
     found, about = weights.read(path)
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
@@ -49,7 +47,7 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
             f"{path} must be allowed to run code: its settings name the function {config.mask!r}, which makes its "
             f"mask. If you trust it, pass --mask {config.mask}"
         )
-    if device.type == "cpu":  # bf16 is slower there
+    if device.type == "cpu":
         config = replace(config, precision="fp32")
     if config.objective != "classify":
         raise ValueError(f"{path} must hold a model that classifies; it was trained with objective={config.objective}")
@@ -81,7 +79,7 @@ def evaluate(
     first: test this many examples, the first ones; None: all.
     progress: called with the number of tested examples.
 
-    Losses are mean cross-entropies in nats. Raises ValueError for data that the model may have been trained on.
+    Losses are mean cross-entropies in nats.
     """
     check_disjoint(path, about.get("seen"), fingerprint(data))
     device = next(model.parameters()).device

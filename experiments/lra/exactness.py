@@ -35,8 +35,6 @@ class Captured:
 
 @dataclass(frozen=True)
 class Exactness:
-    """The largest errors, relative to the largest value of each tensor."""
-
     ours: float
     plain: float
     rounding: float  # half a unit in the last place
@@ -58,7 +56,6 @@ def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
 
 
 def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
-    """The last layer has gradients only at pooled positions."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
     attention, calls = layer.attention, []
@@ -85,7 +82,6 @@ def sparse(call: Captured) -> list[Tensor]:
 
 
 def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
-    """Textbook attention without the library."""
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v)]
     live = call.mask.to_dense()  # bool [B, 1, N, N]
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
@@ -96,5 +92,4 @@ def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """Relative to the largest exact value if that is not 0."""
     return largest_error(x, exact) / (exact.abs().max().item() or 1.0)

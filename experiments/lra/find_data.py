@@ -15,7 +15,6 @@ DATA = Path("data/lra")
 
 
 def generated(settings: Settings, parent: Path, console: Console, workers: int | None = None) -> Path:
-    """Written with a progress bar if missing."""
     if (parent / settings.folder_name / LABEL).exists():
         return parent / settings.folder_name
     name = f"Generating ListOps on {workers or available_cores()} cores"

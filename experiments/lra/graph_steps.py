@@ -21,8 +21,6 @@ MOST_SHAPES = 40
 
 
 class BatchShape(NamedTuple):
-    """Sequences that fill the shape need no padding mask."""
-
     ids: tuple[int, ...]
     padded: bool
 
@@ -40,7 +38,6 @@ class StaticBatch:
         return True
 
     def fill(self, batch: Batch) -> None:
-        """Without waiting on the host."""
         for name, tensor in with_most_labels(batch, self.config).tensors().items():
             copy_into(getattr(self.batch, name), tensor)
 
@@ -53,7 +50,6 @@ def shape_of(batch: Batch) -> BatchShape:
 
 
 def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
-    """In rows as long as the task's longest sequence."""
     length = shape.row(shape.max_tokens + shape.first)
     missing = length - batch.ids.shape[1]
     if missing <= 0:

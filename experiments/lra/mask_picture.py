@@ -8,8 +8,6 @@ from sparseflash.draw.figure import MOST_ELEMENTS
 
 
 def draw(named_masks: Mapping[str, BlockMask], path: Path) -> Path:
-    """A panel for each mask; a point for each score, in long masks for each tile."""
-    # matplotlib takes a second to import.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.1 * len(named_masks), 5.0), layout="constrained")

@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 
 def final_metrics(run: Run) -> dict[str, Any]:
-    """Losses in nats, times in seconds."""
     trained, test = run.log.of_kind("train"), run.log.of_kind("test")[-1]
     denoises = run.config.objective == "denoise"
     guessing = frequency_baseline(run.data, run.shape) if denoises else majority(run.data)
     rules = [guessing] if denoises else baselines(run.data)
-    tenth = max(1, len(trained) // 10)  # a single line is noisy
+    tenth = max(1, len(trained) // 10)
     return {
         "task": run.data.task.name,
         "generated_data": run.data.generated,
@@ -34,7 +33,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "length": run.shape.length,
         "test_accuracy": test["accuracy"],
         "test_loss": test["loss"],
-        "test_examples": test["examples"],  # or hidden tokens
+        "test_examples": test["examples"],
         "baselines": [asdict(rule) for rule in rules],
         "plateau_left_at": plateau_left_at(trained, guessing.loss),
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
@@ -56,7 +55,6 @@ def final_metrics(run: Run) -> dict[str, Any]:
 
 
 def validation_accuracy(run: Run) -> float | None:
-    """Of the tested weights; None if they were not validated."""
     if run.best is not None:
         return run.best.accuracy
     of_last = [record["accuracy"] for record in run.log.of_kind("val") if record["step"] == run.state.step]

@@ -13,7 +13,6 @@ def _epochs(count: int, examples: int, batch: int) -> Settings:
 
 
 def _validated(every: int, examples: int) -> Settings:
-    """The settings that select the tested weights: steps between validations, and examples in each."""
     return {"eval_every": every, "eval_examples": examples}
 
 
@@ -72,17 +71,14 @@ _PATHS: Settings = {
     "background": "drop", "weight_decay": 0.0, "average": 0.999,
 }  # fmt: skip
 _MODERN_TASKS: dict[str, Settings] = {
-    # The number of open brackets around a token identifies the root's arguments. Models with learned or rotary
-    # positions and [CLS] learned no more than the root operator gives. With dropout they learn late, and answer worse
-    # without dropout than with it, because it changes the largest of 2,000 features.
+    # The number of open brackets around a token identifies the root's arguments: models with other positions and [CLS]
+    # learned no more than the root operator gives. With dropout they learn late, and answer worse without dropout than
+    # with it, because it changes the largest of 2,000 features.
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True, "dropout": 0.0},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},
     "books-matching": {"batch": 16},
     "image": {"batch": 64, "dropout": 0.2, "pool": "mean", "augment": "mirror"},
-    # With two-dimensional relative positions and dropped background the loss falls at once; with learned positions and
-    # all pixels it stays at guessing for a long time, or forever. Augmentation reduces overfitting, but slows learning
-    # down too much.
     "pathfinder32": {**_PATHS, "batch": 128, "steps": 50000},
     "pathfinder64": {**_PATHS, "batch": 64, "steps": 50000, "max_tokens": 2048},
     "pathfinder128": {**_PATHS, "batch": 32, "steps": 100000, "max_tokens": 6144},
@@ -118,7 +114,7 @@ _BEST_TASKS: dict[str, Settings] = {
     # The answer is the value of the first operator. By counted brackets alone operators did not find their arguments:
     # of the sums with nested expressions 22 % were right, if these were, and of the sums of digits 98 %.
     "listops": {
-        **_BEST, "positions": "tree", "pool": "first", "auxiliary": 1.0, "dropout": 0.0, "depth": 12, "width": 192,
+        **_BEST, "positions": "tree", "pool": "first", "auxiliary": 3.0, "dropout": 0.0, "depth": 12, "width": 192,
         "heads": 3, "mlp": 384, "weight_decay": 0.01, "lr": 1e-3,
     },
     "text": {**_BEST, "batch": 32, "dropout": 0.25, "pool": "mean+max", "lr": 7e-4},
@@ -150,7 +146,6 @@ PRESETS: dict[str, dict[str, Settings]] = {
 
 
 def settings_of(preset: str, task: str) -> Settings:
-    """The settings of a preset for a task; raises ValueError for an unknown preset or task."""
     if preset not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {preset!r}")
     if task not in PRESETS[preset]:

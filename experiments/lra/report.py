@@ -99,7 +99,6 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 
 def supervision(metrics: dict[str, Any]) -> str:
-    """Labels beside the answers, as part of a title."""
     return f", {labels_of(metrics['task'])} in training" if metrics.get("token_labels") else ""
 
 

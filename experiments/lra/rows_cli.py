@@ -18,6 +18,7 @@ from experiments.lra.session import Session
 from experiments.lra.table.accuracy import collect
 from experiments.lra.table.records import of_accuracies, run_of_runs
 from experiments.lra.table.report import markdown
+from experiments.lra.table.rows import rendered
 from experiments.lra.tasks import TASKS
 from experiments.lra.train import check
 from experiments.measurements import current_run
@@ -131,8 +132,12 @@ def record_command(
     record: Annotated[Path, typer.Option(help="File of measurements to write.")],
     commit: Annotated[str, typer.Option(help="The runs' commit.")],
 ) -> None:
-    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps."""
+    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps.
+
+    Beside the record, table.md shows those of all records in its folder.
+    """
     with short_errors():
         require_single_process("record")
         write_record(record, run_of_runs(runs, commit), of_accuracies(collect(runs)))
+        (record.parent / "table.md").write_text(rendered(record.parent))
     console.print(markdown(arena.table(runs)), markup=False, highlight=False, soft_wrap=True)

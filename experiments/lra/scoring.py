@@ -24,7 +24,6 @@ class Score:
 def score(
     model: nn.Module, batches: Iterable[Batch], config: Config, device: torch.device, ranks: Ranks = SINGLE
 ) -> Score:
-    """Of all processes together."""
     model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=device)
     right = torch.zeros((), dtype=torch.int64, device=device)
@@ -35,6 +34,6 @@ def score(
         loss += F.cross_entropy(logits, batch.labels, reduction="sum")
         right += (logits.argmax(-1) == batch.labels).sum()
         examples += len(batch.labels)
-    sums = torch.stack([loss, right.double(), torch.full_like(loss, examples)])  # exact below 2^53
+    sums = torch.stack([loss, right.double(), torch.full_like(loss, examples)])
     total_loss, total_right, total = ranks.sum_over_shares(sums).tolist()
     return Score(total_loss / total, total_right / total, int(total))

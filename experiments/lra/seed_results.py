@@ -13,15 +13,10 @@ from experiments.training.series import Metrics
 
 
 def settings(config: Config, data: Path) -> dict[str, Any]:
-    """As plain values. data: their folder."""
     return {"config": as_dict(config), "data": {"folder": str(data)}}
 
 
 def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
-    """The metrics of a complete run (or None), and whether a run exists.
-
-    data: from `fingerprint.described`. Raises ValueError for other settings or data.
-    """
     saved = folder / SETTINGS
     if not saved.exists():
         return None, False

@@ -27,7 +27,6 @@ class Session:
     console: Console
 
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Returns the summary, or None if paused."""
         if not resume:
             check_initial(config, self.data)
         settings = seed_results.settings(config, self.data.folder)
@@ -47,7 +46,6 @@ class Session:
         return series.run(seeds, folder, train, state, seed_results.summary, resume=resume, ranks=self.ranks)
 
     def train(self, config: Config, folder: Path, resume: bool) -> dict[str, Any] | None:
-        """Returns the metrics, or None if paused."""
         run = Run(config, self.data, folder, resume=resume, overwrite=self.overwrite, ranks=self.ranks)
         self.console.print(f"{run.folder}: {run.mask!r}", soft_wrap=True)
         metrics = train_shown(

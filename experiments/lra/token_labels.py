@@ -37,7 +37,6 @@ class TokenLabelClassifier(Classifier):
     def forward(  # type: ignore[override]
         self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [B, C]; in training, also [B, N, token_classes]."""
         x = self.encode(ids, lengths, places, padded)
         logits = self.answers(x, lengths)
         return (logits, self.tracer(x)) if self.training else logits
@@ -49,14 +48,11 @@ def token_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     >>> import torch
     >>> round(token_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
     1.0986
-
-    logits: [B, N, classes]. labels: int64 [B, N], `NO_LABEL` for none.
     """
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
 
 
 def token_labels_of(data: Data) -> Examples:
-    """Raises ValueError if the data have none."""
     if data.token_labels is None:
         raise ValueError(
             f"auxiliary needs data that say which curve each pixel lies on, as a file that `python -m "

@@ -1,7 +1,5 @@
 """Train one model on a task, test it, and write its metrics.
 
-In addition to the files of every run (experiments/training/run_folder.py) it writes:
-
 <run>/metrics.json        the result, when the run is complete
 <run>/model.safetensors   the tested weights, for another run's --initial; see weights.py
 """
@@ -42,7 +40,6 @@ from experiments.training.window import Means
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for a mask or sizes that no run can have."""
     find_device(config.device)
     mask = mask_of(config)
     if config.context_parallel > 1 and max(mask.block_q, mask.block_k) > config.block:
@@ -55,10 +52,6 @@ def check(config: Config) -> None:
 
 
 class Run(Trainer[Batch]):
-    """ranks: the processes that train together. Raises FileExistsError if the folder holds a run and neither `resume`
-    nor `overwrite` is set; ValueError if the processes cannot share the batch, or the test split would select the best
-    weights."""
-
     def __init__(
         self,
         config: Config,
@@ -119,7 +112,6 @@ class Run(Trainer[Batch]):
         return weights.begin_from(self.model, path, self.config, self.fingerprint)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """The final metrics; None if the run was paused and saved."""
         with self.session():
             steps = steps_of(self.model, self.optimizer, self.config, self.device, self.data_parallel)
             if not self.train_stage(self._batches(), steps, pause):
@@ -163,7 +155,6 @@ class Run(Trainer[Batch]):
         self.record({"kind": "test", "step": self.state.step, **vars(found), **chosen})
 
     def _score(self, examples: Examples, limit: int) -> Score:
-        """Over all processes together."""
         batches = evaluation_batches(
             examples, self.shape, self.config.batch // self.ranks.data_parallel_ranks, limit, self.ranks.share
         )
@@ -182,7 +173,6 @@ class Run(Trainer[Batch]):
 
     @property
     def has_seen_token_labels(self) -> bool:
-        """In this run or an earlier one."""
         return self.config.auxiliary > 0 or bool((self.before or {}).get("token_labels"))
 
     def _write_result(self) -> dict[str, Any]:
@@ -203,13 +193,11 @@ class Run(Trainer[Batch]):
 
 
 def check_initial(config: Config, data: Data) -> None:
-    """Before older runs are deleted."""
     if config.initial is not None:
         model = build_model(config, data.task, mask_of(config))
         weights.begin_from(model, Path(config.initial), config, fingerprint(data))
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
-    """Raises FileNotFoundError if the folder holds no run."""
     path = folder / (SERIES if (folder / SERIES).is_file() else SETTINGS)
     return settings_as(path, lambda saved: (from_saved(saved["config"]), Path(saved["data"]["folder"])))

@@ -6,7 +6,6 @@ from experiments.lra.config import GENERATOR, Config
 
 
 def check_used(config: Config, chosen: Collection[str], *, masks: Collection[str], given_data: bool) -> None:
-    """Raises ValueError for a chosen setting without effect. masks: names. given_data: not generated."""
     path = config.task.startswith("pathfinder")
     made = config.task == "listops" and not given_data
     idle = {

@@ -94,8 +94,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
     """Into a model's encoder, and other parts of equal shape.
 
-    config, data: of the new run. Returns facts for the result. Raises FileNotFoundError, and ValueError for another
-    kind or encoder, or training on another split of the data.
+    config, data: of the new run. Returns facts for the result.
     """
     found, about = read(path)
     own = model.state_dict()
@@ -130,7 +129,6 @@ def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises ValueError if the weights would have another meaning."""
     for name, meaning in _MEANINGS.items():
         was, now = meaning(there), meaning(here)
         if was != now:

@@ -3,5 +3,5 @@
     python -m experiments.pathfinder generate --size 128 --contour 14
     python -m experiments.pathfinder --help
 
-lra and pathx train on the images. This file imports nothing, so that the generator's worker processes start quickly.
+This file imports nothing, so that the generator's worker processes start quickly.
 """

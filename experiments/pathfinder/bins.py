@@ -14,7 +14,6 @@ IMAGES_FOR_RULES = 10_000
 
 
 def marker_distances(vectors: Vectors) -> NDArray[np.float64]:
-    """Pixels between the markers, float64 [n]."""
     between = np.diff(vectors.markers.astype(np.float64), axis=1)[:, 0]
     return np.hypot(between[:, 0], between[:, 1])
 

@@ -22,7 +22,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     folder = cache_folder()
     if folder is None:
         return numba.njit(function)
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read when a function is decorated
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
     try:
         return numba.njit(cache=True)(function)
     finally:
@@ -31,7 +31,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path | None:
-    """In NUMBA_CACHE_DIR or beside the sources; None if read-only."""
     sources = blake2b(b"".join(path.read_bytes() for path in sorted(HERE.glob("*.py"))), digest_size=8).hexdigest()
     folder = Path(numba.config.CACHE_DIR or HERE / "__pycache__") / f"numba-{sources}"
     try:

@@ -22,7 +22,6 @@ class Drawing(NamedTuple):
 
 
 def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
-    """Image `index` of a seed, independent of all else. Raises ValueError if no targets fit."""
     p = parameters
     rng = image_stream(parameters, seed, index)
     label = below(rng, 2)

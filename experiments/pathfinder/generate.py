@@ -46,7 +46,7 @@ def generate(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """Write the file below `parent` and return its path. A complete file is kept.
+    """Write the file below `parent` and return its path.
 
     workers: by default one for each core; the file does not depend on it. progress: called with the number of drawn
     images.
@@ -78,7 +78,7 @@ def generate(
                     done += sizes[futures[future]]
                     progress(done)
             except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)  # parts in progress are kept
+                pool.shutdown(wait=True, cancel_futures=True)
                 raise
     save(join([load(part) for part in parts.values()]), path)
     shutil.rmtree(unfinished)

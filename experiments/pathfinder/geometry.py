@@ -18,7 +18,6 @@ def move(angle: NDArray[np.float64], distance: float) -> NDArray[np.float64]:
 
 
 def reverse(angle: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Between -pi and pi."""
     return np.where(angle < 0, angle + np.pi, angle - np.pi)
 
 
@@ -39,6 +38,5 @@ def turning_weight(before: NDArray[np.float64], after: NDArray[np.float64], cont
 
 
 def disc(radius: int) -> NDArray[np.bool_]:
-    """bool [2 * radius + 1, 2 * radius + 1]"""
     y, x = np.ogrid[-radius : radius + 1, -radius : radius + 1]
     return y**2 + x**2 <= radius**2

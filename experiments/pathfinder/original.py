@@ -17,7 +17,6 @@ COLUMNS = ("attempts", "distractors", "mean", "deviation", "nonzero", "bright")
 
 
 def columns(counted: int, rendered: int, *values: tuple[float, float]) -> tuple[int, int, dict[str, Estimate]]:
-    """values: mean and standard error of each of COLUMNS; the first two are of the images counted."""
     return counted, rendered, {name: Estimate(*value) for name, value in zip(COLUMNS, values, strict=True)}
 
 

@@ -14,10 +14,8 @@ NOBODY, DISTRACTOR = 0, 3  # the targets are 1 and 2
 
 
 def owners(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-    """The owner of every pixel. uint8 [n, size, size]
-
-    NOBODY on the background, 1 + s on target snake s, DISTRACTOR on any other. The brightest dash owns a pixel, and of
-    equally bright dashes the first. A marker belongs to the snake whose end it marks.
+    """NOBODY on the background, 1 + s on target snake s, DISTRACTOR on any other. The brightest dash owns a pixel, and
+    of equally bright dashes the first. A marker belongs to the snake whose end it marks.
     """
     p = vectors.parameters
     found = blank(vectors, first, last)
@@ -45,7 +43,6 @@ def marker_counts(vectors: Vectors, first: int = 0, last: int | None = None) -> 
 
 @compiled
 def claim(image, places, headings, length, stamps, centres, discs, snakes):
-    """image: uint8 [size, size], overwritten; snakes: the marked snakes."""
     size, width = len(image), discs.shape[0]
     best = np.zeros((size, size), np.int16)
     for y in range(size):

@@ -22,7 +22,7 @@ MARKER_COUNTS = 3  # classes of a pixel, see owners.py
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """A distribution of images. Lengths in pixels, of snakes in dashes. Raises ValueError for impossible values."""
+    """Lengths in pixels, of snakes in dashes."""
 
     size: int  # pixels along a side
     dash_length: int
@@ -52,7 +52,7 @@ class Parameters:
         if self.size > 65536:
             raise ValueError(f"size must be at most 65536 pixels; got {self.size}")
         extent = self.dash_length + max(self.margins) + self.marker_radius + self.thickness
-        if extent > 128:  # tables grow with its third power
+        if extent > 128:
             raise ValueError(
                 f"dash_length, margin, marker_radius and thickness must be at most 128 pixels together; got {extent:g}"
             )
@@ -85,7 +85,6 @@ class Parameters:
 
     @classmethod
     def from_json(cls, text: str) -> Parameters:
-        """Raises ValueError for names or values that are not parameters."""
         values: dict[str, Any] = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"parameters must be an object of JSON; got a {type(values).__name__}")

@@ -17,7 +17,6 @@ LINE = 16
 
 
 def strip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """uint8 [n, size, size] to [size + 2 * GAP, n * (size + GAP) + GAP]"""
     n, size, _ = images.shape
     found = np.full((size + 2 * GAP, n * (size + GAP) + GAP), 255, np.uint8)
     for number, image in enumerate(images):
@@ -27,8 +26,6 @@ def strip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: int = 8, enlarge: int = 1) -> None:
-    """A strip of the first images, connected ones first, above real ones if given. Raises ValueError if these have
-    another size."""
     first = render(vectors, 0, 200)
     connected, apart = (first[vectors.labels[:200] == label][: tiles // 2] for label in (1, 0))
     ours = strip(np.concatenate([connected, apart]))

@@ -1,9 +1,8 @@
 """A second renderer, independent of render.py, which it checks.
 
-It works in floating point on whole images, and shares only positions and directions. The original
-(drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first end, halves
-the box with a Lanczos filter and composes by maximum. Markers are discs drawn at twice the resolution of the whole
-image, likewise.
+The original (drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first
+end, halves the box with a Lanczos filter and composes by maximum. Markers are discs drawn at twice the resolution of
+the whole image, likewise.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def halved(drawing: NDArray[np.floating], side: int) -> NDArray[np.float64]:
 
 @lru_cache(maxsize=4096)
 def picture_of_dash(end_y: int, end_x: int, box: int, width: int) -> NDArray[np.float64]:
-    """From the middle of a box to a point of the finer grid. [2 * box + 1, 2 * box + 1]"""
+    """[2 * box + 1, 2 * box + 1]"""
     middle = FINER * box
     drawing = Image.new("L", (2 * middle + 1, 2 * middle + 1), 0)
     ends = [(middle, middle), (middle + end_x, middle + end_y)]
@@ -64,7 +63,6 @@ def directions(vectors: Vectors, index: int) -> NDArray[np.float64]:
 
 
 def plain_layers(vectors: Vectors, index: int, overshoot: str = "kept") -> tuple[NDArray[np.float64], ...]:
-    """Lines and markers, float64 [size, size] each, markers having value 1."""
     p = vectors.parameters
     box = p.dash_length + math.ceil(p.thickness) + int(vectors.margins[index])
     frame = np.zeros((p.size + 2 * box, p.size + 2 * box))

@@ -33,10 +33,6 @@ def folder_of(parameters: Parameters, parent: Path) -> Path:
 
 
 def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = lambda written: None) -> Path:
-    """Write all images; a folder that already holds them is kept. Raises FileExistsError if it holds other files.
-
-    progress: called with the number of written images.
-    """
     folder = folder_of(vectors.parameters, parent)
     label = {
         "generated": True,
@@ -77,8 +73,6 @@ def write_batch(vectors: Vectors, first: int, last: int, folder: Path) -> None:
 
 
 def metadata_row(vectors: Vectors, index: int, batch: int, name: str, number: int) -> str:
-    """The release's columns: folder, file, number in the batch, label, continuity, contour length, distractor length,
-    dash length, thickness, margin, number of contrasts."""
     p = vectors.parameters
     columns = [f"imgs/{batch}", name, number, vectors.labels[index], p.continuity, p.contour_length]
     columns += [p.distractor_length, p.dash_length, p.thickness, vectors.margins[index], 1]

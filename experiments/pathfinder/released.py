@@ -31,7 +31,7 @@ def find(name: str, folder: Path, fold: str) -> Path:
     """One fold of pathfinder<R>: in `folder`, or in the nested folders of the released archive.
 
     The archive holds two different folders pathfinder128. Published results use the innermost; the outer one is easier
-    (Long Range Arena, issue 38). Raises ValueError if others lie beside it.
+    (Long Range Arena, issue 38).
     """
     advice = (
         f"place {name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
@@ -73,7 +73,6 @@ def number_of(metadata: Path) -> int:
 
 
 def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
-    """In either form; raises ValueError with file and line."""
     with open(path, "rb") as file:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
@@ -81,7 +80,7 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
             array = np.load(path, mmap_mode="r", allow_pickle=False)  # a header may state any size
             if array.ndim != 2 or array.dtype.kind not in "US":
                 raise ValueError(f"{array.dtype} {list(array.shape)}")
-            lines = [" ".join(row) for row in array.astype(str)]  # byte strings of Python 2
+            lines = [" ".join(row) for row in array.astype(str)]
     else:
         lines = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
@@ -111,10 +110,7 @@ def is_empty(sample: Sample) -> bool:
 
 
 def split_rows(images: int, *, shuffled: bool = True) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The rows for training (four fifths), validation and testing.
-
-    shuffled: by `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; otherwise in file order.
-    """
+    """shuffled: by `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; otherwise in file order."""
     import torch
 
     tenth = images // 10
@@ -133,7 +129,6 @@ def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:
 
 
 def grey_png(path: Path, width: int, height: int) -> NDArray[np.uint8]:
-    """uint8 `[height, width]`; raises ValueError for any other file."""
     wanted = f"{path} must be an 8-bit grey PNG image of {width} x {height}"
     try:
         with Image.open(path, formats=["PNG"]) as image:

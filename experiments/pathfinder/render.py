@@ -41,7 +41,6 @@ def blank(vectors: Vectors, first: int, last: int | None) -> NDArray[np.uint8]:
 
 
 def render(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
-    """Images first .. last - 1, by default all. uint8 [n, size, size]"""
     p = vectors.parameters
     images = blank(vectors, first, last)
     discs = markers(p.size, p.marker_radius)
@@ -95,5 +94,4 @@ def greatest(canvas):
 
 @compiled
 def window_start(centre, size, width):
-    """Centred on the marker, but within the image."""
     return min(max(centre - width // 2, 0), size - width)

@@ -33,7 +33,6 @@ class DeviceRenderer:
         self.device = torch.device(device)
         self.stamps, self.first_stamp = (self._to(array) for array in all_lines(p))
         self.discs = self._to(markers(p.size, p.marker_radius))
-        # Devices cannot index unsigned 16-bit integers.
         self.places = self._to(vectors.places if vectors.places.dtype == np.uint8 else vectors.places.astype(np.int32))
         self.headings = self._to(vectors.headings.astype(np.int32))
         self.starts, self.margins = self._to(vectors.starts), self._to(vectors.margins.astype(np.int64))
@@ -43,7 +42,6 @@ class DeviceRenderer:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def __call__(self, indices: Tensor) -> Tensor:
-        """Indices int64 [n] to uint8 [n, size, size], on the device."""
         indices = indices.to(self.device)
         canvas = self._draw_lines(indices)
         brightest = canvas.amax((1, 2))  # [n]
@@ -58,7 +56,6 @@ class DeviceRenderer:
         kind = (number >= self.targets).long()
         stamp = self.first_stamp[self.margins[indices][image], kind] + self.headings[dash]
 
-        # It avoids cutting stamps.
         radius = self.stamps.shape[-1] // 2
         side = self.size + 2 * radius
         place = self.places[dash].long()

@@ -61,7 +61,6 @@ class Rendering:
         marks: NDArray[np.floating],
         random: np.random.Generator | None = None,
     ) -> NDArray[np.uint8]:
-        """uint8 [size, size], from lines and markers [size, size]. random: for the noise."""
         factor = 1.0 if self.lines is None else self.lines / lines.max()
         image = np.maximum(lines * factor, marks)
         image *= 255 * self.brightness / image.max()
@@ -98,7 +97,6 @@ RENDERINGS: dict[str, Rendering] = {
 
 
 def drawn_rendering(random: np.random.Generator) -> Rendering:
-    """For training; one in eight is this project's rule."""
     if random.random() < 1 / 8:
         return Rendering()
     lines = (1.0, None, float(random.uniform(0.7, 1.25)))[random.integers(3)]
@@ -115,8 +113,6 @@ def drawn_rendering(random: np.random.Generator) -> Rendering:
 
 
 class Layers(NamedTuple):
-    """Each composed by maximum, markers having value 1. float32 [size, size]"""
-
     lines: NDArray[np.float32]
     marks: NDArray[np.float32]
 

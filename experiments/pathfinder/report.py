@@ -21,7 +21,6 @@ def about() -> str:
 
 
 def statistics_report(found: Sequence[tuple[Parameters, int, dict[str, Estimate]]]) -> str:
-    """found: parameters, number of images, statistics."""
     rows = []
     for parameters, images, values in found:
         rows.append([parameters.name, f"{images:,}", *map(str, values.values())])
@@ -51,7 +50,6 @@ def deviation(ours: Estimate, theirs: Estimate | None) -> str:
 def shortcuts_report(
     found: Sequence[tuple[Parameters, list[Shortcut]]], compared: Sequence[tuple[Parameters, int, list[Shortcut]]]
 ) -> str:
-    """found: parameters and shortcuts of many images. compared: of several sets as large as the original's."""
     rows = []
     for parameters, shortcuts in found:
         for shortcut in shortcuts:

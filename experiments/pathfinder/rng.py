@@ -17,7 +17,6 @@ ONE, TWO = np.uint64(1), np.uint64(2)
 
 @compiled
 def mix(z):
-    """Variant 13 of Stafford's mixers."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -25,7 +24,6 @@ def mix(z):
 
 @compiled
 def mix_increment(z):
-    """Odd: MurmurHash3's mixer, without long runs of equal bits."""
     z = (z ^ (z >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     z = (z ^ (z >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     z = (z ^ (z >> np.uint64(33))) | ONE
@@ -51,7 +49,6 @@ def bits64(stream):
 
 @compiled
 def uniform(stream):
-    """The next number in [0, 1), a multiple of 2^-53."""
     return np.float64(bits64(stream) >> np.uint64(11)) * 2.0**-53
 
 

@@ -72,7 +72,6 @@ def pairs(vectors: Vectors) -> Pairs:
 
 
 def tip_directions(vectors: Vectors) -> NDArray[np.float64]:
-    """Away from its ends. float64 [n, snake, first or last]"""
     p = vectors.parameters
     angles = np.zeros((256, max(360 + len(circle(p.dash_length + margin)) for margin in p.margins)))
     for margin in p.margins:
@@ -83,7 +82,6 @@ def tip_directions(vectors: Vectors) -> NDArray[np.float64]:
 
 
 def describe(ends: NDArray[np.float64], angles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """ends: [n, 2, (y, x)], angles: [n, 2]. float64 [n, 5], see `pairs`"""
     dy, dx = (ends[:, 1] - ends[:, 0]).T
     towards = np.arctan2(dy, dx)
     first, second = angles[:, 0] - towards, angles[:, 1] - towards - np.pi
@@ -97,12 +95,10 @@ RULES = {"marker distance": 1, "distance and end dashes": 5}  # features
 
 
 def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
-    """Gradient boosting, cross-validated on fifths of the images."""
     return [evaluate(rule, examples.features[:, :, :count], examples.labels, seed) for rule, count in RULES.items()]
 
 
 def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> Shortcut:
-    """features: [n, 4, f], distance first; labels: [n, 4]"""
     right = (cross_validated(features, labels, seed) > 0.5) == labels
     distance = features[:, :, 0]
     borders = np.quantile(distance, (0.25, 0.5, 0.75))
@@ -118,8 +114,6 @@ def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8]
 
 
 def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> NDArray[np.float64]:
-    """float64 [n, 4], from a model fitted on other images."""
-    # scikit-learn takes a second to import.
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     n = len(labels)
@@ -129,7 +123,6 @@ def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], se
     chances = np.empty(labels.shape)
     for held_out in range(FOLDS):
         test, train = fold == held_out, fold != held_out
-        # Images are few.
         model = HistGradientBoostingClassifier(
             max_iter=100,
             learning_rate=0.08,

@@ -30,7 +30,6 @@ PHASES = np.stack([np.sin(np.arange(360) * np.pi / 180), np.cos(np.arange(360) *
 
 @compiled
 def merge(mask, y, x, stamp):
-    """The stamp is centred at (y, x) and cut at the border."""
     size, radius = mask.shape[0], stamp.shape[0] // 2
     left, right = max(0, x - radius), min(size, x + radius + 1)
     for row in range(max(0, y - radius), min(size, y + radius + 1)):
@@ -42,7 +41,6 @@ def merge(mask, y, x, stamp):
 
 @compiled
 def touches(mask, y, x, stamp):
-    """mask + stamp reaches TOUCHING."""
     size, radius = mask.shape[0], stamp.shape[0] // 2
     left, right = max(0, x - radius), min(size, x + radius + 1)
     greatest = np.int16(0)
@@ -71,7 +69,6 @@ def greatest_near(mask, y, x, disc):
 
 @compiled
 def set_snake(snake, start_y, start_x, y, x, heading):
-    """One by one: numba takes seconds to compile an assignment to a slice."""
     snake[0], snake[1], snake[2], snake[3], snake[4] = start_y, start_x, y, x, heading
 
 
@@ -89,7 +86,6 @@ def overwrite(mask, other):
 
 @compiled
 def framed(size, padding):
-    """Empty except for its border."""
     mask = np.zeros((size, size), np.int16)
     for y in range(size):
         for x in range(size):
@@ -100,7 +96,6 @@ def framed(size, padding):
 
 @compiled
 def seed_from(tail_y, tail_x, heading, size, t, snake):
-    """Returns whether the dash and the gap before it lie in the image."""
     head_y = ceil(tail_y + t.seed_head[heading, 0])
     head_x = ceil(tail_x + t.seed_head[heading, 1])
     start_y = ceil(head_y + t.seed_start[heading, 0])
@@ -122,7 +117,7 @@ def extend(rng, snake, mask, near, t, cumulative):
         if weight and 0 <= head_y < size and 0 <= head_x < size:
             if margin <= min(head_y, head_x) and max(head_y, head_x) < size - margin:
                 taken = near[head_y, head_x]
-            else:  # dashes cross the image's border
+            else:
                 taken = greatest_near(mask, head_y, head_x, t.disc)
             # Negative if the mask overshoots 1, as in the original's sums.
             total += (UNIT - taken) * weight
@@ -145,7 +140,6 @@ def extend(rng, snake, mask, near, t, cumulative):
 
 @compiled
 def seed_targets(rng, size, seed_distance, t, snakes):
-    """snakes: int64 [2, 5]"""
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
         first_y, last_y = t.room[heading, 0], t.room[heading, 1]
@@ -172,8 +166,7 @@ def seed_targets(rng, size, seed_distance, t, snakes):
 def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, near, dashes):
     """Until a pair succeeds; a failed pair leaves no trace.
 
-    mask, near: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading. Returns the number of
-    drawn pairs, or 0 if none of `most_attempts` succeeded.
+    mask, near: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading.
     """
     size = mask.shape[0]
     empty, empty_near = framed(size, padding), framed(size, padding + margin_of(t))
@@ -241,7 +234,6 @@ def choose_free(rng, mask, kernel, scratch):
 
 @compiled
 def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
-    """Returns whether it fits; if not, the masks are invalid."""
     size = mask.shape[0]
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
@@ -266,7 +258,6 @@ def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
 
 @compiled
 def draw_distractors(rng, wanted, length, t, mask, near, dashes):
-    """While they fit; returns their number. dashes: int64 [wanted * length, 3]"""
     snake = np.empty(5, np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     before, near_before = np.empty_like(mask), np.empty_like(near)

@@ -39,12 +39,10 @@ def dash(angle: float, length: int, thickness: float, margin: int) -> tuple[NDAr
 
 
 def shrink(drawing: NDArray[np.float32], side: int) -> NDArray[np.float64]:
-    """From 0..255 to 0..1. float64 [side, side]"""
     return np.asarray(Image.fromarray(drawing).resize((side, side), Image.Resampling.LANCZOS), np.float64) / 255
 
 
 def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
-    """In units of 1 / UNIT; raises ValueError above 16 bits."""
     if picture.max() * UNIT > np.iinfo(np.int16).max:
         raise ValueError(f"a contrast must be at most 3; got a picture of brightness {picture.max():.1f}")
     return np.rint(picture * UNIT).astype(np.int16)
@@ -67,5 +65,4 @@ def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
 
 
 def marker_window(size: int, marker_radius: float) -> int:
-    """Odd, unless it is the whole image's."""
     return min(size, 2 * (ceil(marker_radius) + 2 * LANCZOS_REACH + 1) + 1)

@@ -14,8 +14,6 @@ IMAGES_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over images and its standard error."""
-
     mean: float
     error: float
 
@@ -62,7 +60,6 @@ def statistics(vectors: Vectors) -> dict[str, Estimate]:
 
 
 def pixel_statistics(images: NDArray[np.uint8]) -> dict[str, NDArray[np.float64]]:
-    """Of images uint8 [n, size, size]. float64 [n] each"""
     return {
         "mean": images.mean(axis=(1, 2)) / 255,
         "deviation": images.std(axis=(1, 2)) / 255,

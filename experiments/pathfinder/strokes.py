@@ -79,7 +79,6 @@ def between(rng, low, high):
 
 @compiled
 def ahead(y, x, heading, curvature, length):
-    """The point and the heading after an arc."""
     if abs(curvature) < 1e-9:
         return y + length * sin(heading), x + length * cos(heading), heading
     last = heading + curvature * length
@@ -88,7 +87,6 @@ def ahead(y, x, heading, curvature, length):
 
 @compiled
 def sampled(dash, points):
-    """The points along a dash. points: float64 [SAMPLES, 2], overwritten"""
     for number in range(len(points)):
         y, x, _ = ahead(dash[0], dash[1], dash[2], dash[4], dash[3] * number / (len(points) - 1))
         points[number, 0], points[number, 1] = y, x
@@ -96,10 +94,6 @@ def sampled(dash, points):
 
 @compiled
 def fits(points, placed, count, own, clearance, longest, size, border):
-    """Whether a dash lies in the image and away from all others; `own` is the last dash of its curve.
-
-    longest: dashes whose middles are farther apart than two of this length need no look.
-    """
     least, far, middle = clearance * clearance, (clearance + 2 * longest) ** 2, len(points) // 2
     for point in range(len(points)):
         if not (border <= min(points[point]) and max(points[point]) <= size - 1 - border):
@@ -118,9 +112,7 @@ def fits(points, placed, count, own, clearance, longest, size, border):
 
 @compiled
 def place(rng, snake, number, how, dashes, placed, count, size):
-    """Add the next dash of a curve. Returns whether one fits.
-
-    snake: y, x, heading and curvature at the end of the last dash, and the number of that dash, -1 before the first.
+    """snake: y, x, heading and curvature at the end of the last dash, and the number of that dash, -1 before the first.
     how: dash, gap, width, turn, persistence, curved, jitter, faintest
     """
     length, gap, width, turn, persistence, curved, jitter, faintest = how
@@ -151,7 +143,7 @@ def place(rng, snake, number, how, dashes, placed, count, size):
 
 @compiled
 def targets(rng, how, length, seed_distance, dashes, placed, size, most):
-    """Two curves of `length` dashes each, in turns. Returns the number of drawn pairs, 0 if all failed."""
+    """Returns the number of drawn pairs, 0 if all failed."""
     snakes = np.empty((2, 5))
     for attempt in range(1, most + 1):
         y, x = between(rng, 0.25 * size, 0.75 * size), between(rng, 0.25 * size, 0.75 * size)
@@ -170,7 +162,6 @@ def targets(rng, how, length, seed_distance, dashes, placed, size, most):
 
 @compiled
 def distractors(rng, how, wanted, length, dashes, placed, count, size):
-    """Short curves while they fit; returns the number of all dashes."""
     snake = np.empty(5)
     for number in range(wanted):
         for _ in range(SNAKE_TRIES):
@@ -187,7 +178,6 @@ def distractors(rng, how, wanted, length, dashes, placed, count, size):
 
 @compiled
 def to_segment(y, x, first, last):
-    """The distance from a point to a straight line."""
     along_y, along_x = last[0] - first[0], last[1] - first[1]
     square = along_y * along_y + along_x * along_x
     share = 0.0 if square == 0 else ((y - first[0]) * along_y + (x - first[1]) * along_x) / square
@@ -240,8 +230,6 @@ def stroked(style: str, size: int, contour: int, seed: int, index: int) -> Strok
 
     >>> stroked("second", 64, 6, seed=0, index=0).image.shape
     (64, 64)
-
-    Raises ValueError for an unknown style, and for sizes and path lengths that the original has not either.
     """
     if style not in STYLES:
         raise ValueError(f"the strokes must be one of {ORIGINAL}, {', '.join(STYLES)}; got {style!r}")

@@ -50,7 +50,6 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=16)
 def tables(parameters: Parameters, margin: int) -> Tables:
-    """Raises ValueError if no target snake can begin with these parameters."""
     turns = circle(parameters.dash_length + margin)
     headings = all_headings(turns)
     _, drawn = dashes(parameters, margin)
@@ -82,7 +81,6 @@ def tables(parameters: Parameters, margin: int) -> Tables:
 
 
 def all_headings(turns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Whole degrees, then the turns. float64 [360 + K]"""
     return np.concatenate([SEED_ANGLES, np.arctan2(turns[:, 0], turns[:, 1])])
 
 
@@ -93,7 +91,6 @@ def drawn_angles(turns: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def dashes(parameters: Parameters, margin: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The line of every heading and its surroundings, float64 [360 + K, n, n]"""
     angles = drawn_angles(circle(parameters.dash_length + margin)).tolist()
     drawn = [dash(angle, parameters.dash_length, parameters.thickness, margin) for angle in angles]
     return np.stack([line for line, _ in drawn]), np.stack([area for _, area in drawn])
@@ -120,7 +117,6 @@ def seen_from_every_corner(kernel: NDArray[np.int64]) -> bool:
 
 
 def seed_room(kernel: NDArray[np.int64], parameters: Parameters) -> tuple[int, int, int, int]:
-    """The rectangle of tails whose kernel stays within the central square."""
     if not len(kernel):
         return 0, -1, 0, -1
     first = max(2 * parameters.seed_distance, parameters.padding)
@@ -138,7 +134,6 @@ def lines(parameters: Parameters, margin: int) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def digest(parameters: Parameters) -> str:
-    """Another version of Pillow might draw other images."""
     found = blake2b(digest_size=8)
     for margin in parameters.margins:
         found.update(tables(parameters, margin).masks.tobytes())

@@ -42,8 +42,7 @@ def test_set(
     record: bool = False,
     hashes: Path = HASHES,
 ) -> Path:
-    """Written if missing, and checked. record: record the hash of a fold that has none. Raises ValueError for another
-    hash."""
+    """Written if missing, and checked. record: record the hash of a fold that has none."""
     settings = settings_of(size, contour)
     path = generate(settings, folder, workers=workers, progress=progress)
     known: dict[str, str] = read_json(hashes, "the hashes of test sets") if hashes.is_file() else {}

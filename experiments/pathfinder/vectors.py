@@ -59,18 +59,15 @@ class Vectors:
 
     @property
     def distractors(self) -> NDArray[np.int64]:
-        """int64 [n]"""
         dashes = np.diff(self.starts) - 2 * self.parameters.contour_length
         return dashes // self.parameters.distractor_length
 
     @property
     def tips(self) -> NDArray[np.int64]:
-        """int64 [n, snake, first or last, (y, x)]"""
         length = self.parameters.contour_length
         ends = np.array([[0, length - 1], [length, 2 * length - 1]])
         return self.places[self.starts[:-1, None, None] + ends].astype(np.int64)
 
-    # Rendering reads some hundreds at a time.
     @cached_property
     def markers(self) -> NDArray[np.int64]:
         """The first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
@@ -112,7 +109,6 @@ def place_type(parameters: Parameters) -> type[np.unsignedinteger]:
 
 
 def save(vectors: Vectors, path: Path) -> None:
-    """The safetensors file exists only when complete."""
     arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
     about = {
         "kind": KIND,
@@ -123,16 +119,12 @@ def save(vectors: Vectors, path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(arrays, unfinished, metadata={"about": json.dumps(about)})  # several have no fixed order
+    save_file(arrays, unfinished, metadata={"about": json.dumps(about)})
     unfinished.chmod(0o644)
     os.replace(unfinished, path)
 
 
 def load(path: Path) -> Vectors:
-    """Read a file of `save`.
-
-    Raises FileNotFoundError, and ValueError if the file is damaged, of another kind, or of another Pillow's stamps.
-    """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
     arrays, about = contents(path, f"a file of {KIND}", framework="numpy")
@@ -171,7 +163,6 @@ def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
 
 
 def check_values(path: Path, vectors: Vectors) -> None:
-    """Raises ValueError for values that cannot be rendered, or a wrong ground truth."""
     p, n = vectors.parameters, len(vectors)
     starts, places, headings = vectors.starts, vectors.places, vectors.headings
     each = (vectors.labels, vectors.marked, vectors.margins, vectors.attempts)

@@ -2,6 +2,5 @@
 
     python -m experiments.pathx train --help
 
-The images are generated with the Long Range Arena's parameters: results are on "LRA-parameter generated Path-X". May
-import the library, `training`, `measurements` and the images of `pathfinder`.
+The images are generated with the Long Range Arena's parameters: results are on "LRA-parameter generated Path-X".
 """

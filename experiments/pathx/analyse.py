@@ -41,11 +41,6 @@ def analyse(
     stream: Stream,
     device: torch.device,
 ) -> dict[str, Any]:
-    """On the folds of some stages; maps and masks are of the last one.
-
-    file_of: the test set of a stage. examples: attention maps, half of them of connected images. Raises ValueError for
-    maps of a model without attention.
-    """
     if examples and not isinstance(model, PathModel):
         raise ValueError("a U-Net has no attention maps; pass --examples 0")
     out.mkdir(parents=True, exist_ok=True)

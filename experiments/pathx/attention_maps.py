@@ -39,7 +39,6 @@ def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor
 
 
 def marker_tokens(batch: Batch, centres: NDArray[np.int64]) -> list[int]:
-    """Nearest to pixels (y, x), int64 [n, 2], of a batch of one image."""
     y, x = batch.y[0].cpu().long(), batch.x[0].cpu().long()
     is_pixel = ((batch.ids[0] >= 0) & (batch.ids[0] < LEVELS)).cpu()
     apart = [(y - int(row)) ** 2 + (x - int(column)) ** 2 for row, column in centres]
@@ -47,10 +46,6 @@ def marker_tokens(batch: Batch, centres: NDArray[np.int64]) -> list[int]:
 
 
 def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[str], title: str, path: Path) -> None:
-    """The image, then the weights for each layer and marker, each scaled to its maximum.
-
-    image: uint8 [size, size]. weights: [layers, markers, N].
-    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

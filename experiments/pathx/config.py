@@ -129,7 +129,6 @@ class Config(RunSettings):
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """The strokes of training images, drawn for each."""
         return tuple(self.strokes.split(","))
 
     def __post_init__(self) -> None:
@@ -193,7 +192,6 @@ class Config(RunSettings):
 
 
 def distinct_drawings(stages: tuple[Stage, ...]) -> int:
-    """The number of drawings of all stages with fixed images together."""
     return sum((stage.images or 0) * len(set(stage.contours)) for stage in stages)
 
 
@@ -222,12 +220,10 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """Also of older runs with fewer settings."""
     return Config(**{**BEFORE, **values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """Raises ValueError if the settings chosen now would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 
@@ -240,7 +236,6 @@ def curriculum_from(path: Path) -> tuple[Stage, ...]:
 
 
 def stretched(curriculum: tuple[Stage, ...], minutes: float) -> tuple[Stage, ...]:
-    """To these minutes; raises ValueError for a stage without minutes."""
     if minutes <= 0 or any(stage.minutes is None for stage in curriculum):
         raise ValueError("--minutes must be more than 0, and needs a curriculum whose stages all have minutes")
     factor = minutes / sum(stage.minutes or 0.0 for stage in curriculum)

@@ -27,9 +27,7 @@ _BEGINNING = (
 )
 
 CURRICULA: dict[str, tuple[Stage, ...]] = {
-    # A check on a CPU; README.md has the command.
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
-    # In two minutes; see PRESETS.
     "cpu": (_stage(32, 6, tokens=3 * _K, minutes=1.3, schedule="cosine", lr=2e-3),),
     # A last stage of 14 alone forgets the shorter paths.
     "pathx": (
@@ -128,14 +126,12 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def preset_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {name!r}")
     return PRESETS[name]
 
 
 def curriculum(name: str) -> tuple[Stage, ...]:
-    """By name or from a JSON file; raises ValueError or FileNotFoundError."""
     if name in CURRICULA:
         return CURRICULA[name]
     if not name.endswith(".json"):

@@ -32,8 +32,6 @@ SIGMAS = 3.0  # from a stored accuracy, in standard errors
 
 
 def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
-    """The last stage, with another size or contour length if given; masks and background from the last stage of this
-    size."""
     last = config.curriculum[-1]
     size = size or last.size
     same = [stage for stage in config.curriculum if stage.size == size]
@@ -42,7 +40,6 @@ def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
 
 
 def recipe_for(config: Config, stage: Stage) -> Recipe:
-    """With about as many tokens as a training step."""
     return replace(recipe_of(replace(config, curriculum=(stage,)), 0), pixel_labels=False, hidden=0.0)
 
 
@@ -57,8 +54,6 @@ def vectors_of(file: Path) -> Vectors:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """stream: makes the batches."""
-
     model: nn.Module
     config: Config
     stage: Stage
@@ -72,10 +67,6 @@ class Evaluation:
         images: int,
         progress: Callable[[int], None] = lambda images: None,
     ) -> Scores:
-        """On the first `images` images of a source.
-
-        pack: makes a batch from a recipe, the source, and the first image and the end, perhaps in another process.
-        """
         recipe = recipe_for(self.config, self.stage)
         self.model.to(self.device)
         batches = self.stream.in_order(pack, ((recipe, *source, *ends) for ends in batches_of(recipe, images)))
@@ -108,7 +99,6 @@ class Evaluation:
 
 
 def trained_as(stage: Stage, config: Config, about: dict[str, Any]) -> tuple[str, str, str]:
-    """The parts of names: task, supervision, layers."""
     task = TASKS.get(stage.size, f"{stage.size}-pixels") + ("" if stage.contour == LRA_CONTOUR else f"-{stage.contour}")
     labels = "pixel-labels" if of_model(about)["labels"] != 0.0 else "labels-alone"
     way = slug((stage.layers or config.layers).replace(",", " ")) if config.model == "attention" else config.model
@@ -134,7 +124,6 @@ def accuracy_of(name: str, found: dict[str, Any]) -> Measurement:
 
 
 def training_images(config: Config) -> str:
-    """The training images of a curriculum, in words."""
     if config.release is not None:
         return "a release's"
     fixed = tuple(stage for stage in config.curriculum if stage.images is not None)
@@ -144,7 +133,6 @@ def training_images(config: Config) -> str:
 
 
 def baselines(stage: Stage) -> str:
-    """Empty if none are stored."""
     cnn = stored(parameters_of(stage.size, stage.contour).name)
     if cnn is None:
         return ""
@@ -156,7 +144,6 @@ def key_of(stage: Stage) -> str:
 
 
 def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
-    """Raises ValueError unless the result covers the whole test set."""
     if found["images"] != IMAGES:
         raise ValueError(f"only results of all {IMAGES} images are stored; this one is of {found['images']}")
     note = weights.beside(path)

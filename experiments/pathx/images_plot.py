@@ -49,7 +49,6 @@ def kind_of(name: str) -> str | None:
 
 
 def curves(folder: Path) -> list[Curve]:
-    """The curves of all stored runs of KINDS, in the order of the kinds."""
     path = folder / "curves.jsonl"
     with reading(path, "the curves of stored runs"):
         found = [json.loads(line) for line in path.read_text().splitlines()]
@@ -58,7 +57,6 @@ def curves(folder: Path) -> list[Curve]:
 
 
 def note_of(folder: Path, name: str) -> dict[str, Any]:
-    """What stands beside a run's weights; empty if nothing is stored."""
     for path in (folder / "runs" / f"{name}.json", folder / name / "model.json"):
         if path.is_file():
             found: dict[str, Any] = json.loads(path.read_text())
@@ -83,7 +81,6 @@ def columns(table: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def plot(found: Sequence[Curve], path: Path) -> None:
-    """Accuracies by their errors on a logarithmic axis, because they are close to 1."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -40,7 +40,6 @@ def asked_in(batch: Batch, *, hidden: bool) -> Tensor:
 
 
 def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:
-    """Logits [B, N, classes], over the tokens in `asked` [B, N]."""
     if batch.pixel_labels is None:
         raise ValueError("the batch must have the classes of its pixels for the auxiliary loss; it has none")
     each = F.cross_entropy(logits.flatten(0, 1), batch.pixel_labels.flatten().long(), reduction="none")
@@ -48,7 +47,6 @@ def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """Logits of images [I, 2], and of the pixels' classes or None, in fp32 or fp64."""
     with autocast(batch.ids.device, config.precision):
         logits, pixel_logits = model(batch)
     if logits.dtype == torch.bfloat16:

@@ -19,10 +19,8 @@ def in_base_order(batch: Batch, layer: int) -> BlockMask:
 
 
 def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
-    """batch: of one packed image.
-
-    For each layer density (live scores), tiles (computed scores), reached (pairs where one token influences the other
-    after this layer) and layers_alone (layers with only this mask after which every token reaches every other, or
+    """For each layer density (live scores), tiles (computed scores), reached (pairs where one token influences the
+    other after this layer) and layers_alone (layers with only this mask after which every token reaches every other, or
     None).
     """
     if batch.images != 1:
@@ -38,7 +36,7 @@ def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
             "mask": relation.name,
             "order": relation.order,
             "density": density(masks[number]).score_share,
-            "tiles": density(batch.masks[number].canonical()).tile_share,  # as the kernel runs it
+            "tiles": density(batch.masks[number].canonical()).tile_share,
             "reached": reach(masks[: number + 1]).density,
             "layers_alone": alone[relation.name],
         })  # fmt: skip

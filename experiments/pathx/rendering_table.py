@@ -29,7 +29,6 @@ HEAD = "| rendering | right | of | accuracy | said connected |"
 
 
 def pack_rendered(recipe: Recipe, file: Path, name: str, first: int, last: int) -> Packed:
-    """Noise depends only on the image's number."""
     vectors = vectors_of(file)
     images = [
         plain_render(vectors, index, RENDERINGS[name], np.random.default_rng(index)) for index in range(first, last)
@@ -45,10 +44,6 @@ def table(
     report: Callable[[Row], None] = lambda row: None,
     progress: Callable[[int], None] = lambda images: None,
 ) -> dict[str, Any]:
-    """A row for each rendering.
-
-    report: called with every row. progress: called with the number of scored images.
-    """
     stage, config = evaluation.stage, evaluation.config
     rows: list[Row] = []
     for name in names:

@@ -16,15 +16,12 @@ from experiments.pathx.masks.relations import Relation
 
 
 class Scores(NamedTuple):
-    """For n images, on the CPU."""
-
     chances: Tensor  # float64 [n], of "connected"
     labels: Tensor  # int64 [n]
     loss: float  # nats
 
     @property
     def right(self) -> Tensor:
-        """bool [n]"""
         return (self.chances > 0.5) == (self.labels == 1)
 
     @property
@@ -52,7 +49,6 @@ def score(
     device: torch.device,
     progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """Of some packings. progress: called with the number of scored images."""
     model.eval()
     logits, labels = [], []
     for packed in packings:

@@ -14,7 +14,6 @@ Supervision = dict[str, float | None]
 
 
 def of_run(config: Config, before: dict[str, Any] | None) -> Supervision:
-    """The maximum of this and earlier runs."""
     own = {"labels": 0.0 if config.hidden else config.auxiliary, "hidden": config.hidden}
     return own if before is None else {name: largest(value, _earlier(before)[name]) for name, value in own.items()}
 
@@ -34,7 +33,6 @@ def _earlier(before: dict[str, Any]) -> Supervision:
 
 
 def largest(value: float, earlier: float | None) -> float | None:
-    """None if unknown."""
     return max(value, earlier) if earlier is not None else value or None
 
 

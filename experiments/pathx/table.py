@@ -48,7 +48,6 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Names, and the contents of the files beside the weights, which may be missing."""
     found = []
     for path in sorted(folder.rglob("*.json")):
         with reading(path, "JSON, as all such files where models lie"):
@@ -107,15 +106,13 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
-    """tested: results by size."""
     accuracies = {size: with_error(found) for size, found in tested.items()}
     found, cost = next(iter(tested.values())), note["cost"]
     supervision = described(of_model(note))
-    # Older results are of the first of each.
     floor, renderings = found.get("floor", 1), found.get("renderings", "one")
     images = found.get("training_images", "fresh")
     left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
-    if found.get("model", "attention") == "unet":  # black for dropped pixels
+    if found.get("model", "attention") == "unet":
         left_out = "kept" if floor == 1 else f"levels below {floor} black"
         attention = ["-", "-", "U-Net, convolutions"]
     else:

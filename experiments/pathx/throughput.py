@@ -35,10 +35,8 @@ class Case:
 def measured(
     case: Case, config: Config, tokens: int, device: torch.device, seconds: float, *, profiled: bool = False
 ) -> dict[str, Any]:
-    """Steps for about this many seconds after two to warm up. Times are in ms per step.
-
-    profiled: also kernels, as `costs`. In the result, masks_ms completes the masks on the device, part of step_ms but
-    for CUDA graphs; tiles is the share of live tiles.
+    """In the result, masks_ms completes the masks on the device, part of step_ms but for CUDA graphs; tiles is the
+    share of live tiles.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)
     config = replace(config, curriculum=(replace(stage, layers=case.layers),), layers=case.layers)
@@ -103,7 +101,6 @@ def measured(
 
 
 def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float:
-    """The share of live tiles, mean over layers."""
     blocks = (packed.blocks < packed.ids.size // packed.block).sum(1)
     if packed.tiles:
         return float(sum(len(packed.tiles[each.name].indices) for each in layers) / len(layers) / (blocks**2).sum())

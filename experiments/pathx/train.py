@@ -1,7 +1,5 @@
 """Train one model through its curriculum, stage by stage, and write its averaged weights.
 
-In addition to the files of every run (experiments/training/run_folder.py) it writes:
-
 <run>/model.safetensors   the averaged weights when the run is complete, with model.json; see weights.py
 """
 
@@ -45,8 +43,6 @@ class StagedState(State):
 
 
 class Run(Trainer[Packed]):
-    """Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set."""
-
     state: StagedState
     model: weights.Model
 
@@ -131,10 +127,7 @@ class Run(Trainer[Packed]):
         return f"lower the stage's lr, {self.plan.lr:g}"
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """To the end of the curriculum; returns the values written beside the model, or None if the run was paused.
-
-        A complete run writes nothing: its model may have results.
-        """
+        """To the end of the curriculum; returns the values written beside the model, or None if the run was paused."""
         begun_at = self.state.step
         with self.session():
             while self.state.stage < len(self.config.curriculum):
@@ -172,7 +165,6 @@ class Run(Trainer[Packed]):
         self.state.recent, self.state.is_open = [], False
 
     def progress(self) -> float:
-        """In stages and parts of stages."""
         if self.state.stage == len(self.config.curriculum):
             return 1.0
         return (self.state.stage + min(1.0, self.stage_progress())) / len(self.config.curriculum)
@@ -249,5 +241,4 @@ class Run(Trainer[Packed]):
 
 
 def saved_run(folder: Path) -> Config:
-    """Raises FileNotFoundError if the folder holds no run."""
     return settings_as(folder / SETTINGS, lambda saved: from_dict(saved["config"]))

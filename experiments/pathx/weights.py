@@ -31,7 +31,6 @@ Model = PathModel | UNet
 
 
 def build(config: Config) -> Model:
-    """Drawn from the run's seed, on the CPU."""
     torch.manual_seed(config.seed)
     if config.model == "unet":
         return UNet(config.width, config.mlp)
@@ -62,16 +61,10 @@ def save(path: Path, model: Model, config: Config, about: dict[str, Any]) -> Non
 
 
 def file_in(path: Path) -> Path:
-    """The path itself, or the file in a run's folder."""
     return path / "model.safetensors" if path.is_dir() else path
 
 
 def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[str, Any]]:
-    """Model, settings and description, after checking the hash.
-
-    expected: the SHA-256, by default from the file beside it. Raises FileNotFoundError, and ValueError if the hash
-    differs.
-    """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if expected is None:

@@ -2,6 +2,5 @@
 
     python -m experiments.selection --preset cpu --out runs/selection
 
-trains them on associative recall, beside dense attention and fixed patterns. The block with each answer is known. May
-import `training`, `measurements`, the library, and its command line's `pattern_text` (patterns from text).
+trains them on associative recall, beside dense attention and fixed patterns.
 """

@@ -13,8 +13,6 @@ from sparseflash.selection.layer import SelectionLayer
 
 
 class Fixed(SelectionLayer):
-    """A layer with the parameters of those that choose, and a mask."""
-
     def __init__(self, mask: BlockMask, *sizes: int, **options: Any) -> None:
         super().__init__(
             *sizes, bias=False, rotary=None, scale=None, backend=None, device=None, dtype=None, **options
@@ -31,12 +29,10 @@ def dense(sizes: Sizes) -> BlockMask:
 
 
 def window(sizes: Sizes) -> BlockMask:
-    """A causal window with as many keys as a choice has."""
     return masks.local(sizes.tokens, window=sizes.chosen * sizes.block, causal=True, block=sizes.tile)
 
 
 def strided(sizes: Sizes) -> BlockMask:
-    """A causal window of half as many keys as a choice has, and every n-th earlier key for the other half."""
     half = max(1, sizes.chosen * sizes.block // 2)
     return masks.strided(sizes.tokens, stride=max(1, sizes.tokens // half), block=sizes.tile) | masks.local(
         sizes.tokens, window=half, causal=True, block=sizes.tile
@@ -44,6 +40,5 @@ def strided(sizes: Sizes) -> BlockMask:
 
 
 def of_text(text: str, sizes: Sizes) -> BlockMask:
-    """Any pattern, without keys after their query."""
     mask = mask_of_pattern(text, sizes.tokens, block=sizes.tile, heads=sizes.heads)
     return mask & masks.causal(sizes.tokens, block=(mask.block_q, mask.block_k))

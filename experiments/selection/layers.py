@@ -82,7 +82,6 @@ LAYERS: dict[str, Callable[[Sizes], nn.Module]] = {
 
 
 def layer_of(way: str, sizes: Sizes) -> nn.Module:
-    """The layer of a way, or of a pattern. Raises ValueError if the text is neither."""
     if way in LAYERS:
         return LAYERS[way](sizes)
     if not {":", "("} & set(way):
@@ -94,7 +93,6 @@ def layer_of(way: str, sizes: Sizes) -> nn.Module:
 
 
 def read_by(layer: nn.Module, made: Any, sizes: Sizes, queries: int) -> BlockMask:
-    """The mask of the keys that the last queries read, or all, from the result of the layer's `choice`."""
     if isinstance(layer, Fixed):
         return layer.of_all
     if isinstance(made, BlockMask):

@@ -31,13 +31,12 @@ class RecallModel(nn.Module):
         self.keys = nn.Embedding(task.keys, sizes.width)
         self.values = nn.Embedding(task.values + 1, sizes.width, padding_idx=None if marked else task.values)
         self.attention: Any = layer_of(way, sizes)
-        self.attention.out = nn.Identity()  # the classifier reads the heads
+        self.attention.out = nn.Identity()
         self.out = nn.Linear(sizes.heads * sizes.dim, task.values)
         if alike:
             begin_alike(self.attention)
 
     def forward(self, batch: Batch) -> tuple[Tensor, BlockMask | None]:
-        """The logits `[B, Q, values]` of the queries, and the mask of the keys that they read; None in training."""
         x = F.rms_norm(self.keys(batch.keys) + self.values(batch.values), (self.sizes.width,))
         made: list[Any] = [None]
         layer = self.attention
@@ -52,7 +51,6 @@ class RecallModel(nn.Module):
         return self.out(out[:, -queries:]), read
 
     def found(self, mask: BlockMask, batch: Batch) -> Tensor:
-        """Whether the query heads read the block with the answer: bool `[B, Hq or 1, Q]`."""
         rows = mask.to_dense()[:, :, -self.task.queries :].expand(len(batch.where), -1, -1, -1)
         return rows.gather(3, batch.where[:, None, :, None].expand(-1, rows.shape[1], -1, 1)).squeeze(3)
 

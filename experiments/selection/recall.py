@@ -1,4 +1,4 @@
-"""Associative recall: given a key, name the value that came with it. The block with the answer is known."""
+"""Associative recall: given a key, name the value that came with it."""
 
 from __future__ import annotations
 

@@ -53,7 +53,6 @@ def train(
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> dict[str, Any]:
-    """Of one model, with its curve. `report` receives points."""
     torch.manual_seed(seed)
     model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike, marked=settings.marked).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)

@@ -12,10 +12,6 @@ from experiments.training.reading import reading
 
 
 def members(path: Path, what: str) -> Iterator[tuple[tuple[str, ...], bytes]]:
-    """The files of a tar archive, compressed in any way: the parts of each name, and its bytes.
-
-    Raises ValueError, with `what` the archive must be, if it is no whole archive.
-    """
     with reading(path, what):
         try:
             with tarfile.open(path) as archive:

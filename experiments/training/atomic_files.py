@@ -12,7 +12,6 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Written under another name, then renamed."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text)
     os.replace(unfinished, path)

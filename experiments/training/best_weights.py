@@ -10,8 +10,6 @@ from experiments.training.weight_average import Weights, copied, exchanged
 
 
 class BestWeights:
-    """From the best validation; of equal ones, the first."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: Weights = {}  # none before the first validation
@@ -30,7 +28,6 @@ class BestWeights:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """None before the first validation."""
         return {"step": self.step, "accuracy": self.accuracy, "offered": self.offered} if self.weights else None
 
     def load(self, state: dict[str, Any] | None, weights: Weights) -> None:

@@ -26,7 +26,6 @@ class Book:
 
 
 def archives_in(folder: Path) -> list[Path]:
-    """The archive itself, or all archives of books in a folder."""
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
@@ -38,7 +37,6 @@ def archives_in(folder: Path) -> list[Path]:
 
 
 def read(paths: Sequence[Path]) -> list[Book]:
-    """All books, by split, author and title. Raises ValueError for other files, and if an author is in two splits."""
     books = sorted(_books(paths), key=lambda book: (SPLITS.index(book.split), book.author, book.title))
     tested = {book.author for book in books if book.split == "test"}
     if both := tested & {book.author for book in books if book.split != "test"}:

@@ -40,7 +40,7 @@ class Progress:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-RandomState = dict[str, Tensor]  # cpu, and cuda on a GPU
+RandomState = dict[str, Tensor]
 
 
 def save(
@@ -54,9 +54,7 @@ def save(
     best: BestWeights | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> Path:
-    """Write a checkpoint, then remove the others.
-
-    random: of all processes; None: only of this one. tensors: the result of `collected`, for a sharded model.
+    """random: of all processes; None: only of this one. tensors: the result of `collected`, for a sharded model.
 
     A checkpoint of the same step keeps its tensors; state.json is written again, because the stage may have changed.
     """
@@ -79,7 +77,7 @@ def save(
         for number, part in enumerate(parts, start=1):
             save_file(part, unfinished / part_name(number, len(parts)))
         write_json(unfinished / "state.json", state)
-        unfinished.chmod(0o755)  # mkdtemp makes it private
+        unfinished.chmod(0o755)
         os.replace(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -98,11 +96,6 @@ def load(
     best: BestWeights | None = None,
     rank: int = 0,
 ) -> Progress:
-    """Load a checkpoint, and set the random states of this process.
-
-    Additional processes get new random states. Raises ValueError if a checkpoint is damaged, incomplete, or of another
-    model.
-    """
     lacking = missing(checkpoint)
     if lacking:
         raise ValueError(f"{checkpoint} must be whole; it lacks {', '.join(lacking)}")
@@ -170,17 +163,14 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def folders(run: Path) -> list[Path]:
-    """Oldest first, incomplete ones included."""
     return sorted(run.glob("checkpoint-*"))
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """Complete ones, oldest first."""
     return [checkpoint for checkpoint in folders(run) if not missing(checkpoint)]
 
 
 def newest(run: Path) -> Path | None:
-    """None if the run has no checkpoint. Raises ValueError if all are incomplete."""
     found, whole = folders(run), checkpoints(run)
     if found and not whole:
         raise ValueError(
@@ -213,7 +203,7 @@ def collected(
     random: list[RandomState],
     best: BestWeights | None = None,
 ) -> dict[str, Tensor]:
-    """On the CPU. If the model is sharded, all processes call this together."""
+    """If the model is sharded, all processes call this together."""
     found = collect(model, optimizer, average, random, best)
     return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
 
@@ -225,7 +215,6 @@ def collect(
     random: list[RandomState],
     best: BestWeights | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """By name, in a fixed order."""
     for name, tensor in model.state_dict().items():
         yield f"model.{name}", tensor
     if average is not None:
@@ -250,6 +239,5 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the prefix removed."""
     start = f"{prefix}."
     return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -6,7 +6,6 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

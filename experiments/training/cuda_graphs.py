@@ -22,20 +22,14 @@ Outer = TypeVar("Outer", covariant=True)
 class StaticInputs(Protocol[Inner, Outer]):
     def fits(self, batch: Inner) -> bool: ...
 
-    def fill(self, batch: Inner) -> None:
-        """Without waiting on the host."""
-        ...
+    def fill(self, batch: Inner) -> None: ...
 
-    def on_device(self) -> Outer:
-        """The argument of the losses; its operations become part of the graph."""
-        ...
+    def on_device(self) -> Outer: ...
 
 
 @dataclass(frozen=True)
 class GraphInputs(Generic[Batch, OnDevice]):
-    """Which graphs a trainer captures.
-
-    static: makes the tensors of a graph, filled with the batch. key: batches with equal keys share a graph; after
+    """static: makes the tensors of a graph, filled with the batch. key: batches with equal keys share a graph; after
     `most` keys, new ones run without. first: the batch that is captured first; it should need the most memory.
     """
 
@@ -114,12 +108,7 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
 
 class GradientGraph:
-    """`compute` must set the gradient of every parameter.
-
-    warm_up: runs once before the capture. pool: from `torch.cuda.graph_pool_handle()`; each replay overwrites the
-    memory of the others, so capture the largest graph first. gradients: shared by all graphs, which `compute` may then
-    add to.
-    """
+    """`compute` must set the gradient of every parameter."""
 
     def __init__(
         self,
@@ -163,7 +152,6 @@ def copy_into(static: Tensor, tensor: Tensor) -> None:
 
 
 def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
-    """The current values are kept."""
     found = [
         (parameter, place, parameter.grad)
         for parameter, place in zip(model.parameters(), places, strict=True)

@@ -26,7 +26,6 @@ from experiments.training.sharding import is_sharded
 
 T = TypeVar("T")
 
-# While the first process reads data for the first time.
 _TIMEOUT = timedelta(hours=12)
 
 
@@ -62,7 +61,6 @@ class Ranks:
             )
 
     def check_batch(self, sequences: int, option: str) -> None:
-        """Raises ValueError if the sequences of a batch cannot be shared equally."""
         if sequences % self.data_parallel_ranks:
             raise ValueError(
                 f"the sequences of a batch must be a multiple of the number of {self.sharers}, "
@@ -101,7 +99,6 @@ class Ranks:
         return result
 
     def first_before_others(self, function: Callable[[], T]) -> T:
-        """The first may write files for the others."""
         kept: list[T] = []
 
         def call() -> None:
@@ -111,7 +108,6 @@ class Ranks:
         return kept[0] if kept else function()
 
     def gather(self, value: T) -> list[T]:
-        """In the first process; an empty list in the others."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -148,22 +144,17 @@ SINGLE = Ranks()
 
 
 def world_size() -> int:
-    """1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def require_single_process(what: str) -> None:
-    """Raises ValueError if torchrun has started several processes."""
     if world_size() > 1:
         raise ValueError(f"{what} runs in one process; start it without torchrun")
 
 
 @contextmanager
 def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
-    """Inside the context, torchrun's processes can communicate.
-
-    context_parallel: processes that share a sequence; raises ValueError unless it divides the number of all.
-    """
+    """context_parallel: processes that share a sequence; raises ValueError unless it divides the number of all."""
     if world_size() % context_parallel:
         raise ValueError(
             f"context_parallel must divide the number of processes, {world_size()}; got {context_parallel}: start "
@@ -192,8 +183,7 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
 
 
 def find_device(name: str) -> torch.device:
-    """ "auto" is a GPU if there is one; each of several processes gets its own. Raises ValueError if the device is
-    missing."""
+    """ "auto" is a GPU if there is one; each of several processes gets its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

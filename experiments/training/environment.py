@@ -29,7 +29,6 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -61,7 +60,6 @@ def _without(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
 
 
 def environment(device: torch.device, command: str, commit: str | None) -> dict[str, str]:
-    """The values of FACTS. commit: git's by default."""
     name, driver, cudnn = "CPU", NONE, NONE
     if device.type == "cuda":
         name, cudnn = torch.cuda.get_device_name(device), str(torch.backends.cudnn.version())
@@ -91,7 +89,6 @@ def _output_of(*command: str) -> str:
 
 
 def triton_version(missing: str = NOT_INSTALLED) -> str:
-    """The imported one, or `missing`; sys.path may hold several."""
     try:
         import triton
     except ModuleNotFoundError:

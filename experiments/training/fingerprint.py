@@ -14,16 +14,12 @@ def sha256(*paths: Path) -> str:
 
 
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError if a run would continue with other data.
-
-    saved, now: "examples" (the number of examples of each split), "folder", "origin" and "hash" (see `check_disjoint`).
-    """
     if saved["examples"] != now["examples"]:
         raise ValueError(
             f"a resumed run must see the same data: it began with {saved['examples']} examples (train, val, "
             f"test) from {saved['folder']}; got {now['examples']}"
         )
-    if saved.get("hash", now["hash"]) != now["hash"]:  # older runs have none
+    if saved.get("hash", now["hash"]) != now["hash"]:
         raise ValueError(
             f"a resumed run must see the same data: it began with {saved['origin']}, from {saved['folder']}; those in "
             f"{now['folder']} ({now['origin']}) are others"
@@ -31,10 +27,8 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_disjoint(path: object, seen: Sequence[Mapping[str, str]] | None, here: Mapping[str, str]) -> None:
-    """Raises ValueError if weights were trained on splits of the examples that would test them.
-
-    seen: fingerprints of the training data of the weights in `path`; None for older weights. Data with equal "origin"
-    may share examples; with equal "hash", splits are equal.
+    """seen: fingerprints of the training data of the weights in `path`; None for older weights. Data with equal
+    "origin" may share examples; with equal "hash", splits are equal.
     """
     for there in seen or ():
         if there["origin"] == here["origin"] and there["hash"] != here["hash"]:

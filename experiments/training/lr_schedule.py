@@ -22,8 +22,6 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
     - "cosine" and "linear" fall to 0 at progress 1.
     - "trapezoid" falls linearly to 0 in the last fifth. Before that, runs of different lengths are comparable.
     - "rsqrt" falls as sqrt(warmup / step), the schedule of the Long Range Arena.
-
-    Raises ValueError for other names.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"the schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
@@ -42,10 +40,7 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
 
 
 def decay_progress(step: int, warmup: int, progress: float) -> float:
-    """After the warm-up.
-
-    A run may be limited by time: progress at the end of the warm-up is estimated from its share of the steps.
-    """
+    """A run may be limited by time: progress at the end of the warm-up is estimated from its share of the steps."""
     progress = min(1.0, progress)
     at_warmup = progress * warmup / max(1, step)
     return 1.0 if at_warmup >= 1 else (progress - at_warmup) / (1 - at_warmup)

@@ -86,12 +86,10 @@ def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., 
 
 
 def deadline(pause_after: float | None) -> float:
-    """time.monotonic() this many minutes from now; None: never."""
     return inf if pause_after is None else time.monotonic() + 60 * pause_after
 
 
 def folder_to_resume(out: Path | None, **given: object) -> Path:
-    """`--out` with `--resume`; `given`: options that it excludes. Raises ValueError for these, or without `--out`."""
     if any(value is not None and value is not False for value in given.values()):
         *names, last = (f"--{name}" for name in given)
         raise ValueError(f"--resume keeps the run's settings: leave out {', '.join(names)} and {last}")

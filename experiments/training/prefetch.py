@@ -19,7 +19,6 @@ class Prefetcher:
     """With 0 workers this process computes each result on demand. waited: seconds of the loop."""
 
     def __init__(self, workers: int | None = None) -> None:
-        """By default one less than the available cores, at least one."""
         self.workers = max(1, available_cores() - 1) if workers is None else workers
         self.waited = 0.0
         self._pool: ProcessPoolExecutor | None = None
@@ -38,7 +37,6 @@ class Prefetcher:
     def in_order(
         self, function: Callable[..., Result], calls: Iterator[tuple[Any, ...]]
     ) -> Generator[Result, None, None]:
-        """In order; a bounded number is computed ahead. Closing the iterator cancels pending results."""
         if self._pool is None:
             for arguments in calls:
                 yield function(*arguments)
@@ -61,7 +59,6 @@ class Prefetcher:
     def begin_all(
         self, function: Callable[..., Result], calls: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Result]]:
-        """The returned function waits for all."""
         if self._pool is None:
             return lambda: [function(*arguments) for arguments in calls]
         futures = [self._pool.submit(function, *arguments) for arguments in calls]

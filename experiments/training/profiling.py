@@ -13,15 +13,12 @@ from experiments.training.clock import synchronize
 
 
 class KernelCost(NamedTuple):
-    """A kernel or, on a CPU, an operation."""
-
     name: str
     ms: float  # a step, all calls together
     calls: float  # a step
 
 
 def costs_of(step: Callable[[int], object], steps: int, device: torch.device) -> list[KernelCost]:
-    """Of `step(number)` for steps 0, 1, ..., the longest first. On a GPU without gaps between kernels."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as record:

@@ -17,7 +17,6 @@ STEPS, SECONDS = 100, 30  # a line after either, without a terminal
 
 class TrainingBar:
     def __init__(self, console: Console, name: str, progress: Callable[[], float]) -> None:
-        """progress: 0 to 1."""
         self.console, self.name, self._progress = console, name, progress
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -29,7 +28,7 @@ class TrainingBar:
         )
         self._task = TaskID(0)
         self._shown_at = 0.0  # time.monotonic()
-        self._began = (0.0, 0.0)  # time.monotonic(), finished share
+        self._began = (0.0, 0.0)
 
     def __enter__(self) -> TrainingBar:
         self._bar.start()
@@ -61,7 +60,6 @@ class TrainingBar:
             self.console.print(f"{self.name} step {record['step']}  train  {numbers}{self._left(now)}")
 
     def _left(self, now: float) -> str:
-        """At the rate of this session."""
         since, first = self._began
         done = min(1.0, self._progress())
         if done <= first:
@@ -72,10 +70,6 @@ class TrainingBar:
 
 @contextmanager
 def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the number of finished items.
-
-    Without a terminal, lines; the first after half a minute.
-    """
     shown_at = time.monotonic()
     with Progress(
         TextColumn("{task.description}"),

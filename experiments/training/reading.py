@@ -20,8 +20,6 @@ def reading(path: Path, what: str) -> Iterator[None]:
     ...     json.loads(Path("nowhere.json").read_text())
     Traceback (most recent call last):
     ValueError: nowhere.json must be a JSON list; there is no such file
-
-    For reading and parsing only. Raises ValueError.
     """
     try:
         yield
@@ -41,7 +39,6 @@ def read_json(path: Path, what: str, *names: str) -> dict[str, Any]:
 
 
 def checked(path: Path, what: str, values: Any, *names: str) -> dict[str, Any]:
-    """Raises ValueError unless they are an object with these names."""
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be {what}; it is no JSON object")
     if missing := [name for name in names if name not in values]:

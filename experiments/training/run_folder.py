@@ -25,21 +25,18 @@ Settings = TypeVar("Settings")
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
-    """Raises FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {path.parent}")
     return read_json(path, _WHAT, "config")
 
 
 def settings_as(path: Path, made: Callable[[dict[str, Any]], Settings]) -> Settings:
-    """Converted by `made`. Raises FileNotFoundError, and ValueError if `made` refuses them."""
     saved = saved_settings(path)
     with reading(path, _WHAT):
         return made(saved)
 
 
 def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:
-    """With the settings `chosen` now; raises ValueError if they would change the run. free: may change."""
     for name, value in chosen.items():
         if value != getattr(saved, name) and name not in free:
             raise ValueError(
@@ -55,7 +52,6 @@ def holds_run(folder: Path) -> bool:
 
 
 def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> None:
-    """FileExistsError if the folder holds a run and not `overwrite`; ValueError if the initial weights lie in it."""
     if not holds_run(folder):
         return
     if not overwrite:
@@ -68,12 +64,11 @@ def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> 
 
 
 def discard(folder: Path) -> None:
-    """So that no file is mistaken for the next run's."""
     if not holds_run(folder):
         return  # files with these names may not belong to a run
     for name in ("tests", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     checkpoint.remove(folder)
     tensor_files.remove(folder / "model.safetensors")
-    for name in ("metrics.json", "model.json", LOG, SETTINGS):  # settings last: they mark the folder as a run's
+    for name in ("metrics.json", "model.json", LOG, SETTINGS):
         (folder / name).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.training.atomic_files import write_text
 from experiments.training.reading import reading
 
-Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers
+Record = dict[str, Any]
 
 MOST_TRAINING = 200  # in a thinned log
 LAST = 20  # which tables average

@@ -35,7 +35,6 @@ def parsed(text: str) -> tuple[int, ...]:
 
 
 def saved(folder: Path) -> tuple[int, ...] | None:
-    """None if the folder holds no series."""
     path = folder / SERIES
     return tuple(read_json(path, "the seeds of a series of runs", "seeds")["seeds"]) if path.is_file() else None
 
@@ -49,11 +48,7 @@ def begin(
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """So that --resume needs only the folder.
-
-    Raises FileExistsError if the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError if
-    overwriting would delete the initial weights.
-    """
+    """So that --resume needs only the folder."""
     held = [name for name in (SERIES, SETTINGS) if (folder / name).exists()]
     if held and not (resume or overwrite):
         raise FileExistsError(
@@ -103,6 +98,5 @@ def run(
 
 
 def check_none(folder: Path) -> None:
-    """Raises FileExistsError: a single run would hide the series."""
     if (folder / SERIES).exists():
         raise FileExistsError(f"{folder} holds runs with several seeds; choose another folder with --out")

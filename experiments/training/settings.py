@@ -8,7 +8,6 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """shown: the default on the command line."""
     return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
@@ -20,12 +19,10 @@ def changed(settings: type, name: str, *, default: Any = ..., text: str | None =
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """None for fields without `setting`."""
     return {each.name: each.metadata["help"] for each in fields(settings) if each.metadata}
 
 
 def check_at_least(settings: object, least: float, names: Sequence[str]) -> None:
-    """None is allowed."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value >= least:
@@ -45,8 +42,6 @@ def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Each trainer adds its own."""
-
     block: int = setting(128, "Tokens along one side of a mask's tiles.")
     width: int = setting(128, "Features of each token.")
     heads: int = setting(4, "Attention heads.")

@@ -27,7 +27,6 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All processes call together; other tensors are unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     gathered: Tensor = tensor.full_tensor()

@@ -11,7 +11,6 @@ from sparseflash.distributed import ShardPlan, shard
 
 
 def check_shareable(*, processes: int, attention: str, longest: int, block: int, length_option: str) -> None:
-    """Raises ValueError if several processes cannot share a sequence. longest: tokens, set by `length_option`."""
     if attention != "sparseflash":
         raise ValueError(
             f"attention must be sparseflash if context_parallel is above 1; got {attention}, which needs all tokens in "
@@ -25,10 +24,7 @@ def check_shareable(*, processes: int, attention: str, longest: int, block: int,
 
 
 class SharedSequences:
-    """For rows of every length.
-
-    A mask that is constant over batches decides. The cache holds at most two plans for each mask and row length.
-    """
+    """A mask that is constant over batches decides. The cache holds at most two plans for each mask and row length."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks  # the mesh would keep its process groups
@@ -36,7 +32,6 @@ class SharedSequences:
         self._plans: dict[tuple[int, bool], tuple[BlockMask, ShardPlan]] = {}
 
     def plan(self, mask: BlockMask, like: ShardPlan | None = None) -> ShardPlan:
-        """like: another plan for the same tokens."""
         # Tensors of inference mode cannot be used in training.
         key = id(mask), torch.is_inference_mode_enabled()
         if key not in self._plans:
@@ -61,5 +56,4 @@ class SharedSequences:
         return plan.gather(x)
 
     def clear(self) -> None:
-        """They hold the process group."""
         self._plans.clear()

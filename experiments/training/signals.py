@@ -28,7 +28,7 @@ def stop_caught() -> Iterator[Callable[[], bool]]:
         received.set()
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
-            if os.environ.get("RANK", "0") == "0":  # torchrun forwards it
+            if os.environ.get("RANK", "0") == "0":
                 os.write(2, NOTE)  # sys.stderr's write may have been interrupted
 
     signal.signal(signal.SIGTERM, handle)

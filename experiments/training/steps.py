@@ -1,4 +1,4 @@
-"""One training step. Each trainer defines its loss."""
+"""One training step."""
 
 from __future__ import annotations
 
@@ -31,19 +31,16 @@ OnDevice = TypeVar("OnDevice")
 
 
 class Outcome(NamedTuple):
-    """On the device."""
-
     loss: Tensor  # nats
     auxiliary: Tensor  # of a second loss over pixels, or 0
     right: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, loss: Tensor, auxiliary: Tensor) -> Outcome:
-        """logits: [M, classes]; labels: [M]."""
         return cls(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == labels).sum())
 
 
-Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]  # to minimise, and to log
+Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]
 
 
 @dataclass(frozen=True)
@@ -55,10 +52,7 @@ class Objective(Generic[Batch, OnDevice]):
 
 
 class Steps(Generic[Batch, OnDevice]):
-    """The host launches the operations one by one.
-
-    model: what a dry run compiles. data_parallel: the trained module, if another.
-    """
+    """model: what a dry run compiles. data_parallel: the trained module, if another."""
 
     def __init__(
         self,
@@ -73,7 +67,6 @@ class Steps(Generic[Batch, OnDevice]):
         self.preparing = 0.0  # in `prepare`
 
     def prepare(self, batch: Batch) -> None:
-        """One-time work for such batches, such as compiling."""
         synchronize(self.device)
         clock = Clock(self.device)
         self._prepare(batch)
@@ -83,13 +76,11 @@ class Steps(Generic[Batch, OnDevice]):
         dry_run(self.model, self.objective.losses, self.objective.on_device(batch), self.device)
 
     def __call__(self, batch: Batch, lr: float) -> Outcome:
-        """The batch may lie on the host."""
         outcome = self.gradients(batch)
         apply_gradients(self.optimizer, lr)
         return outcome
 
     def gradients(self, batch: Batch) -> Outcome:
-        """The outcome of this process's share of the batch."""
         return compute_gradients(self.data_parallel, self.objective, self.objective.on_device(batch))
 
 

@@ -46,18 +46,13 @@ def write(
     for part, place in zip(parts, unfinished, strict=True):
         # Several entries would be written in varying order.
         save_file(part, place, metadata={"about": header})
-        place.chmod(0o644)  # safetensors makes it private
+        place.chmod(0o644)
     for place, each in zip(unfinished, paths, strict=True):
         place.replace(each)
     remove(path, but=paths)
 
 
 def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """path: as in `files`.
-
-    Raises FileNotFoundError, and ValueError if a file holds no tensors, another kind, another model, or lacks a value
-    of `names`.
-    """
     tensors: dict[str, Tensor] = {}
     headers: list[dict[str, Any]] = []
     for each in files(path):
@@ -72,7 +67,6 @@ def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[st
 
 
 def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
-    """framework: "pt" or "numpy". Raises ValueError, "path must be `what`", for other contents."""
     with reading(path, what):
         try:
             with safe_open(path, framework=framework) as file:
@@ -101,7 +95,6 @@ def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model],
 
 
 def check_length(path: Path, length: int, block: int) -> None:
-    """Tensors do not limit the mask."""
     if length > MOST_BLOCKS * block:
         raise ValueError(
             f"{path} must ask for a mask of at most {MOST_BLOCKS} blocks of {block} tokens; got {length} tokens"
@@ -116,8 +109,6 @@ def check_alike(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapp
 
 
 def files(path: Path) -> list[Path]:
-    """path: the only file, a part, the parts' base name, or the folder. Raises FileNotFoundError if a part is missing,
-    and ValueError if parts belong to two models."""
     if path.is_dir():
         path = path / f"model{SUFFIX}"
     if path.suffix == SUFFIX and (found := _PART.fullmatch(path.stem)):
@@ -157,11 +148,10 @@ def parts_beside(path: Path) -> list[Path]:
 
 
 def split(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Groups of at most `limit` bytes, including names."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        need = tensor.nbytes + len(name) + 128  # about 100 bytes in the header
+        need = tensor.nbytes + len(name) + 128
         if part and size + need > limit:
             yield part
             part, size = {}, 0

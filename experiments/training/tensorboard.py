@@ -16,7 +16,6 @@ FOLDER = "tensorboard"
 
 
 def writer_class() -> type[SummaryWriter]:
-    """Raises ValueError if the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -44,7 +43,6 @@ class TensorBoardLog:
         self._writer.close()
 
     def show(self, record: Record) -> None:
-        """A curve for each number, named after its kind."""
         for name, value in record.items():
             if name not in ("kind", "step"):
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])

@@ -26,7 +26,7 @@ from experiments.training.steps import Batch, Steps
 from experiments.training.weight_average import WeightAverage
 from experiments.training.window import Means, Window
 
-Pause = Callable[[int], bool]  # with the number of finished steps; True: save and stop
+Pause = Callable[[int], bool]
 
 
 def never(step: int) -> bool:
@@ -34,14 +34,12 @@ def never(step: int) -> bool:
 
 
 class Plan(Protocol):
-    """The learning rate of a stage, and its end: after its steps or minutes."""
-
     @property
     def lr(self) -> float: ...
     @property
     def schedule(self) -> str: ...
     @property
-    def warmup(self) -> int: ...  # steps
+    def warmup(self) -> int: ...
     @property
     def steps(self) -> int | None: ...
     @property
@@ -55,8 +53,6 @@ class Shared(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """Steps between log lines, validations and checkpoints; minutes between checkpoints."""
-
     log_every: int
     validate_every: int
     checkpoint_every: int
@@ -65,8 +61,6 @@ class Cadence:
 
 @dataclass
 class State:
-    """Over all sessions."""
-
     step: int = 0
     seconds: float = 0.0  # without validation
     startup_seconds: float = 0.0  # until the first batch and a compiled step
@@ -75,13 +69,7 @@ class State:
 
 
 class Trainer(ABC, Generic[Batch]):
-    """Apart from the steps themselves.
-
-    A derived class sets the attributes that its methods need, then calls `__init__`.
-
-    initial: weights, or None. ranks: the first one writes and reports. Raises FileExistsError if the folder holds a run
-    and neither `resume` nor `overwrite` is set, and ValueError if overwriting would delete the initial weights.
-    """
+    """A derived class sets the attributes that its methods need, then calls `__init__`."""
 
     shared: Shared | None = None
 
@@ -127,8 +115,6 @@ class Trainer(ABC, Generic[Batch]):
         self.window = Window(device)
         self._since_saved = Clock(device)
 
-    # Methods for derived classes.
-
     @property
     @abstractmethod
     def plan(self) -> Plan:
@@ -146,7 +132,6 @@ class Trainer(ABC, Generic[Batch]):
         return {"startup_seconds": self.state.startup_seconds}
 
     def restored(self, progress: checkpoint.Progress) -> State:
-        """The initial state for a new run."""
         startup = progress.details.get("startup_seconds", 0.0)
         return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
@@ -159,32 +144,25 @@ class Trainer(ABC, Generic[Batch]):
         pass
 
     def remedy(self) -> str:
-        """Advice if the loss is not a number."""
         return f"lower --lr (now {self.plan.lr:g}) or raise --warmup (now {self.plan.warmup})"
 
     def check_resumable(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError if the run cannot continue."""
         return
 
     def is_reached(self) -> bool:
         return False
 
     def startup_ends(self) -> None:
-        """Time counts from here."""
         return
-
-    # The training loop.
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """After it, the model holds no process group."""
         with single_host_thread(self.device):
             yield
             if self.shared is not None:
                 self.shared.clear()
 
     def train_stage(self, batches: Iterator[Batch], steps: Steps[Batch, Any], pause: Pause) -> bool:
-        """False if the run was paused and saved."""
         state, plan, cadence = self.state, self.plan, self.cadence
         self.window = Window(self.device)
         if self._stage_progress() < 1 and not self.is_reached():
@@ -229,7 +207,6 @@ class Trainer(ABC, Generic[Batch]):
         return chain([first], batches)
 
     def stage_progress(self) -> float:
-        """By steps or by time, whichever is larger."""
         plan, state = self.plan, self.state
         by_step = state.stage_step / plan.steps if plan.steps is not None else 0.0
         if plan.minutes is None:
@@ -237,7 +214,6 @@ class Trainer(ABC, Generic[Batch]):
         return max(by_step, (state.stage_seconds + self.window.clock.elapsed()) / (60 * plan.minutes))
 
     def progress(self) -> float:
-        """By default its only stage's share."""
         return self.stage_progress()
 
     def _stage_progress(self) -> float:
@@ -246,7 +222,6 @@ class Trainer(ABC, Generic[Batch]):
         return progress if self.plan.minutes is None else self.ranks.broadcast(progress)
 
     def _is_overdue(self) -> bool:
-        """All processes agree."""
         minutes = self.cadence.checkpoint_minutes
         return minutes < math.inf and bool(self.ranks.broadcast(self._since_saved.elapsed() >= 60 * minutes))
 
@@ -283,7 +258,6 @@ class Trainer(ABC, Generic[Batch]):
                 listener(record)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights of a result."""
         return self.average.in_place() if self.average is not None else nullcontext()
 
     def save(self) -> None:

@@ -23,7 +23,6 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int = 0) -> None:
-        """From step 0."""
         decay = min(self.decay, (1 + step) / (10 + step)) if self.warms_up else self.decay
         torch._foreach_lerp_(list(self.weights.values()), list(self.model.parameters()), 1 - decay)
 
@@ -43,10 +42,6 @@ def copied(model: nn.Module) -> Weights:
 
 @contextmanager
 def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Swapped in place.
-
-    CUDA graphs read fixed addresses.
-    """
     _exchange(model, weights)
     try:
         yield

@@ -38,7 +38,6 @@ class Window:
         self.size = BatchSize(*(known + new for known, new in zip(self.size, size, strict=True)))
 
     def means(self, ranks: Ranks) -> Means:
-        """Means of losses, sums of the others, of all processes. Waits for the device."""
         counts = torch.tensor(self.size, dtype=torch.float64, device=self._sums.device)
         loss, auxiliary, right, *sizes = ranks.sum_over_shares(torch.cat([self._sums, counts])).tolist()
         steps = self.steps * ranks.data_parallel_ranks

@@ -20,9 +20,8 @@ def available_cores() -> int:
 
 
 class _Worker(SpawnProcess):
-    """One thread of PyTorch and of NumPy.
-
-    NumPy's OpenBLAS would start a spinning thread for each core. The libraries read the number when they are loaded.
+    """NumPy's OpenBLAS would start a spinning thread for each core. The libraries read the number when they are
+    loaded.
     """
 
     def start(self) -> None:
@@ -45,7 +44,6 @@ class _Workers(SpawnContext):
 
 
 def worker_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
-    """initializer: called first in each process."""
     return ProcessPoolExecutor(workers, mp_context=_Workers(), initializer=_begin, initargs=(initializer,))
 
 

@@ -1,8 +1,7 @@
 """The choices of `chosen_blocks`, `chosen_keys` and `block_index` as Triton kernels, for masks made at every step.
 
-Those modules make a choice with PyTorch's operations: thirty to sixty calls, whose host time exceeds the time of
-attention. The kernels here give the same result in two to four launches, if `serves` returns True. CPU tensors, fp64,
-very long rows and code that torch.compile traces (which fuses the operations itself) use PyTorch's operations.
+CPU tensors, fp64, very long rows and code that torch.compile traces (which fuses the operations itself) use PyTorch's
+operations.
 
 - `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
 - `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.
@@ -20,7 +19,6 @@ from torch import Tensor
 from sparseflash.backends.triton.device import runs_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# A row is ranked by comparing each block with every other; longer rows are faster to sort.
 LONGEST_ROW = 1024
 LONGEST_LIST = 128  # of chosen blocks, which are compared with one another, too
 _DEVICES = ["cuda"]  # tests add the CPU, for the interpreter
@@ -34,6 +32,6 @@ def serves(x: Tensor, row_blocks: int, in_row: int, *, longest: int = LONGEST_RO
         and in_row <= longest
         and x.numel() < 2**31
         and row_blocks * in_row * x.shape[0] * x.shape[1] < 2**31
-        and type(x) is Tensor  # neither a fake tensor nor one that is being traced
+        and type(x) is Tensor
         and runs_kernels(x.device)
     )

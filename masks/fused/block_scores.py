@@ -24,7 +24,7 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
     """int32 `[B, Hq, lists, top_k]`, as `lists_of_blocks`, for any `top_k`: some lists at a time."""
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     batch, heads, rows, _ = q.shape
-    block_n = columns_of_a_tile(q, of)  # a longer block is multiplied in parts
+    block_n = columns_of_a_tile(q, of)
     constants = constants_of(q, k, of, bounds, max(of.rows, 64), block_n)
     index = torch.empty(batch * heads, of.lists, top_k, dtype=torch.int32, device=q.device)
     ordered = torch.empty_like(index)
@@ -46,7 +46,6 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
             of.blocks, of.sinks, of.near, factor, *q.stride()[:3], *k.stride()[:3], *constants,
         )  # fmt: skip
         write_largest(scores, begins, stops, index, start)
-        # From the highest score on: the lists are ascending, and the sort keeps the order of equals.
         part = index[:, start : start + count]
         found = scores.gather(2, part.clamp(min=0).long()).masked_fill(part < 0, -torch.inf)
         order = found.sort(dim=2, descending=True, stable=True).indices

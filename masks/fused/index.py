@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
+from sparseflash.masks.fused.starts import MOST_SUMMED, start_of
 from sparseflash.masks.fused.unused import clear_unused
 from sparseflash.masks.tiling.chosen import RowFrame
 
@@ -22,25 +23,26 @@ def tiles_of_index(index: Tensor, counts: Tensor | None, of: RowFrame, room: int
     ordered = torch.empty(lists, choices, dtype=torch.int32, device=device)
     found = torch.empty(lists + 1, dtype=torch.int32, device=device)
     indices = torch.empty(room, dtype=torch.int32, device=device)
-    tile = torch.empty_like(indices)
+    tile, is_made = torch.empty_like(indices), lists > MOST_SUMMED
     padded = max(16, 1 << (choices - 1).bit_length())
     sorting, storing = _kernels(
         padded, index.dtype, index.data_ptr() % 16, None if counts is None else counts.dtype,
-        0 if counts is None else counts.data_ptr() % 16, device,
+        0 if counts is None else counts.data_ptr() % 16, device, is_made,
     )  # fmt: skip
     sorting.start(lists, index, counts, of.stop, ordered, found, rows, choices, padded)
-    indptr = found.cumsum(0, dtype=torch.int32)
+    indptr = found.cumsum(0, dtype=torch.int32) if is_made else torch.empty_like(found)
     storing.start(
-        lists, ordered, of.last_whole, of.kinds, indptr, indices, tile, rows, width, choices, room, -(-room // lists),
-        padded,
+        lists, ordered, of.last_whole, of.kinds, found, indptr, indices, tile, rows, width, choices, room,
+        -(-room // lists), padded, is_made,
     )  # fmt: skip
     return indptr, indices, tile
 
 
 @bounded(maxsize=128)
 def _kernels(
-    padded: int, dtype: torch.dtype, offset: int, counts: torch.dtype | None, counts_offset: int, device: torch.device
-) -> tuple[Launch, Launch]:
+    padded: int, dtype: torch.dtype, offset: int, counts: torch.dtype | None, counts_offset: int, device: torch.device,
+    is_made: bool,
+) -> tuple[Launch, Launch]:  # fmt: skip
     # One warp for short lists: several warps would exchange partial sums through shared memory, and take several times
     # as many instructions in all.
     return (
@@ -76,20 +78,20 @@ def sort_kernel(
 
 @triton.jit(do_not_specialize=["rows", "width", "choices", "room", "share"])
 def store_kernel(
-    ordered_ptr, last_whole_ptr, kinds_ptr, indptr_ptr,  # int32 [lists, choices], [rows], [rows, width], [lists + 1]
-    indices_ptr, tile_ptr,  # int32 [room]
+    ordered_ptr, last_whole_ptr, kinds_ptr,  # int32 [lists, choices], [rows], [rows, width]
+    found_ptr, indptr_ptr, indices_ptr, tile_ptr,  # int32 [lists + 1] twice, [room] twice
     rows, width, choices, room, share,  # the part of the room that a program fills
-    CHOICES: tl.constexpr,
+    CHOICES: tl.constexpr, IS_MADE: tl.constexpr,
 ):  # fmt: skip
     """Stores the tiles of one row, and zeros in a part of the unused room."""
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHOICES)
-    start, stop = tl.load(indptr_ptr + program), tl.load(indptr_ptr + program + 1)
-    here = lane < stop - start
+    start, used = start_of(found_ptr, indptr_ptr, IS_MADE)
+    here = lane < tl.load(found_ptr + 1 + program)
     col = tl.load(ordered_ptr + program * choices + lane, mask=here, other=0)
     row = program % rows
     at = tl.maximum(col - tl.load(last_whole_ptr + row), 0)
     kind = tl.load(kinds_ptr + row * width + at, mask=here, other=0)
     tl.store(indices_ptr + start + lane, col, mask=here)
     tl.store(tile_ptr + start + lane, kind, mask=here)
-    clear_unused(indices_ptr, tile_ptr, tl.load(indptr_ptr + tl.num_programs(0)), share, room, CHOICES)
+    clear_unused(indices_ptr, tile_ptr, used, share, room, CHOICES)

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 
 _SIZE = 2048  # scores of a row that are read at once
 _SHORT = 2048  # scores of a row that are in registers
@@ -33,7 +32,7 @@ def write_largest(
     lists, rows, count = scores.shape
     if count <= _SHORT:
         size = max(16, 1 << (count - 1).bit_length())
-        _short_kernel(index.data_ptr() % 16, scores.data_ptr() % 16, index.device).start(
+        _short_kernel(index.device, size, index.data_ptr() % 16, scores.data_ptr() % 16).start(
             -(-lists * rows * size // _IN_REGISTERS), scores, begins, stops, index, lists, rows, count, index.shape[1],
             start, index.shape[2], first, last, _IN_REGISTERS // size, size,
         )  # fmt: skip
@@ -42,24 +41,10 @@ def write_largest(
     width = max(1024, 2 << (k - 1).bit_length())
     width = width if width <= _WIDEST else 0
     scratch = torch.empty(lists * rows, width, dtype=torch.int32, device=index.device) if width else None
-    _kernel(width, index.data_ptr() % 16, scores.data_ptr() % 16, index.device).start(
+    _kernel(index.device, width, index.data_ptr() % 16, scores.data_ptr() % 16).start(
         lists * rows, scores, begins, stops, index, scratch, rows, count, index.shape[1], start, k, first, last, _SIZE,
         width,
     )  # fmt: skip
-
-
-@bounded(maxsize=64)
-def _kernel(*layout: object) -> Launch:
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(largest_kernel, device, num_warps=8, num_stages=2)
-
-
-@bounded(maxsize=64)
-def _short_kernel(*layout: object) -> Launch:
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(short_kernel, device, num_warps=4, num_stages=1)
 
 
 @triton.jit
@@ -118,7 +103,7 @@ def _with_next_byte(
             live = live & (((key ^ prefix) >> (SHIFT + 8)) == 0)
         counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=live)
     not_below = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    digit = tl.max(tl.where(not_below >= wanted, value, 0), 0)  # 0 if there are fewer than wanted: all are taken
+    digit = tl.max(tl.where(not_below >= wanted, value, 0), 0)
     wanted -= tl.sum(tl.where(value > digit, counts, 0), 0)
     return prefix | (digit.to(tl.uint32) << SHIFT), wanted
 
@@ -127,7 +112,7 @@ def _with_next_byte(
 def _write_by_bytes(scores_ptr, index_ptr, begin, stop, k, first, last, SIZE: tl.constexpr):
     """Finds the k-th largest key, its bytes from the highest on, by counting; lists what is not below it."""
     lane = tl.arange(0, SIZE)
-    wanted = k  # of the keys that begin with `prefix`
+    wanted = k
     prefix = tl.full([1], 0, tl.uint32)
     for step in tl.static_range(4):
         prefix, wanted = _with_next_byte(
@@ -172,7 +157,10 @@ def _candidates(scores_ptr, scratch_ptr, begin, stop, k, first, last, WIDTH: tl.
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "count", "all_rows", "start", "k", "first", "last"])
+@triton.jit(
+    do_not_specialize=["rows", "count", "all_rows", "start", "k", "first", "last"],
+    do_not_specialize_on_alignment=["begins_ptr", "stops_ptr"],
+)
 def largest_kernel(
     scores_ptr, begins_ptr, stops_ptr,  # fp32 [lists, rows, count]; int32 [all_rows]
     index_ptr,  # int32 [lists, all_rows, k], written
@@ -206,7 +194,10 @@ def largest_kernel(
         tl.store(index_ptr + at + lane, tl.full([SIZE], -1, tl.int32), mask=(at + lane >= taken) & (at + lane < k))
 
 
-@triton.jit(do_not_specialize=["lists", "rows", "count", "all_rows", "start", "k", "first", "last"])
+@triton.jit(
+    do_not_specialize=["lists", "rows", "count", "all_rows", "start", "k", "first", "last"],
+    do_not_specialize_on_alignment=["begins_ptr", "stops_ptr"],
+)
 def short_kernel(
     scores_ptr, begins_ptr, stops_ptr, index_ptr,  # as in largest_kernel
     lists, rows, count, all_rows, start, k, first, last,
@@ -230,3 +221,7 @@ def short_kernel(
             index_ptr + slot + number, tl.full([ROWS, SIZE], -1, tl.int32),
             mask=exists[:, None] & (slot + number >= taken) & (slot + number < k),
         )  # fmt: skip
+
+
+_kernel = launches_of(largest_kernel, num_warps=8, num_stages=2)
+_short_kernel = launches_of(short_kernel, num_warps=4, num_stages=1)

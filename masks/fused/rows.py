@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
+from sparseflash.masks.fused.starts import MOST_SUMMED, start_of
 from sparseflash.masks.fused.unused import clear_unused
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
 
@@ -25,7 +26,7 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     mass: None for the `most` best of each row, otherwise the share that the kept blocks must hold.
     """
     if mass == 1.0:
-        mass = None  # then up to `most` blocks are kept, including those of weight 0
+        mass = None
     scores = scores.contiguous()
     device, (rows, cols) = scores.device, of.open.shape
     lists = scores.numel() // cols
@@ -33,15 +34,17 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     kept = torch.empty(scores.shape, dtype=torch.uint8, device=device)
     counts = torch.empty(lists + 1, dtype=torch.int32, device=device)
     indices = torch.empty(room, dtype=torch.int32, device=device)
-    tile = torch.empty_like(indices)
-    choosing, listing = _kernels(cols, scores.dtype, mass is None, device, scores.data_ptr() % 16)
+    tile, is_made = torch.empty_like(indices), lists > MOST_SUMMED
+    choosing, listing = _kernels(cols, scores.dtype, mass is None, device, scores.data_ptr() % 16, is_made)
     padded = max(16, 1 << (cols - 1).bit_length())
     choosing.start(
         lists, scores, of.open, of.forced, kept, counts, rows, cols, most, _bits_of(mass),
         padded, min(padded, max(8, _PAIRS_AT_ONCE // padded)), torch.finfo(scores.dtype).max, mass is not None,
     )  # fmt: skip
-    indptr = counts.cumsum(0, dtype=torch.int32)
-    listing.start(lists, kept, of.kind, indptr, indices, tile, rows, cols, room, -(-room // lists), padded)
+    indptr = counts.cumsum(0, dtype=torch.int32) if is_made else torch.empty_like(counts)
+    listing.start(
+        lists, kept, of.kind, counts, indptr, indices, tile, rows, cols, room, -(-room // lists), padded, is_made
+    )  # fmt: skip
     return indptr, indices, tile
 
 
@@ -56,7 +59,7 @@ def _bits_of(mass: float | None) -> int:
 
 @bounded(maxsize=128)
 def _kernels(
-    cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int
+    cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int, is_made: bool
 ) -> tuple[Launch, Launch]:  # fmt: skip
     return (
         Launch.of_all_arguments(choose_kernel, device, num_warps=4, num_stages=1),
@@ -81,7 +84,7 @@ def _read(scores_ptr, open_ptr, forced_ptr, col, cols, LARGEST: tl.constexpr):
 def choose_kernel(
     scores_ptr, open_ptr, forced_ptr,  # [P, rows, cols], bool [rows, cols] twice
     kept_ptr, counts_ptr,  # uint8 as the scores; int32 [1 + P * rows], the first one 0
-    rows, cols, most, mass_bits,  # of the fp64 number
+    rows, cols, most, mass_bits,
     COLS: tl.constexpr, CHUNK: tl.constexpr, LARGEST: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Chooses the blocks of one row. Of equal blocks the first comes first; shares are integers, so they add up in any
@@ -125,17 +128,18 @@ def choose_kernel(
 
 @triton.jit(do_not_specialize=["rows", "cols", "room", "share"])
 def list_kernel(
-    kept_ptr, kind_ptr, indptr_ptr,  # uint8 [P, rows, cols], int32 [rows, cols] and [P * rows + 1]
+    kept_ptr, kind_ptr, counts_ptr, indptr_ptr,  # uint8 [P, rows, cols], int32 [rows, cols], [P * rows + 1] twice
     indices_ptr, tile_ptr,  # int32 [room]
     rows, cols, room, share,  # the part of the room that a program fills
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, IS_MADE: tl.constexpr,
 ):  # fmt: skip
     """Writes the tiles of one row, and zeros into a part of the unused room."""
     program = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, COLS)
     kept = tl.load(kept_ptr + program * cols + col, mask=col < cols, other=0).to(tl.int32)
-    place = tl.load(indptr_ptr + program) + tl.cumsum(kept, 0) - 1
+    start, used = start_of(counts_ptr, indptr_ptr, IS_MADE)
+    place = start + tl.cumsum(kept, 0) - 1
     kind = tl.load(kind_ptr + program % rows * cols + col, mask=kept > 0, other=0)
     tl.store(indices_ptr + place, col, mask=kept > 0)
     tl.store(tile_ptr + place, kind, mask=kept > 0)
-    clear_unused(indices_ptr, tile_ptr, tl.load(indptr_ptr + tl.num_programs(0)), share, room, COLS)
+    clear_unused(indices_ptr, tile_ptr, used, share, room, COLS)

@@ -13,8 +13,7 @@ from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.device import capability_of
 from sparseflash.backends.triton.device_functions.arithmetic import floor_divide
 from sparseflash.backends.triton.device_functions.fp32_split import input_precision
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.masks.fused.tile_scores import loaded_rows, scores_of_blocks
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def _most_rows(q: Tensor) -> int:
 
 def fits(q: Tensor, of: Columns) -> bool:
     """Whether a GPU's shared memory holds the queries and the keys of a tile."""
-    size = 6 if q.dtype == torch.float32 else q.element_size()  # full fp32 is three pieces of two bytes
+    size = 6 if q.dtype == torch.float32 else q.element_size()
     tokens = max(of.rows, _most_rows(q)) + columns_of_a_tile(q, of)
     needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
     return needed <= architecture_of(capability_of(q.device)).shared_memory
@@ -90,22 +89,14 @@ def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float
     constants = *constants_of(q, k, of, bounds, block_m, block_n), group, best
     tiles = -(-rows // block_m)
     _kernel(
-        constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16,
-        0 if bounds is None else bounds.data_ptr() % 16, q.device,
+        q.device, constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16,
+        0 if bounds is None else bounds.data_ptr() % 16,
     ).start(
         batch * heads * tiles, q, k, bounds, index, heads, heads // kv_heads, tiles, rows, cols, of.q_len,
         of.k_len - of.q_len, of.row_tokens, of.column_tokens, of.lists, of.blocks, of.sinks, of.near, top_k, factor,
         *q.stride()[:3], *k.stride()[:3], *constants,
     )  # fmt: skip
     return index
-
-
-@bounded(maxsize=64)
-def _kernel(constants: tuple[object, ...], *layout: object) -> Launch:
-    """The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`."""
-    device = layout[-1]
-    assert isinstance(device, torch.device)
-    return Launch.of_all_arguments(select_kernel, device, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -119,7 +110,7 @@ def _ordered(score, block):
 
 @triton.jit
 def _with_blocks(scores, found, mine, LISTS: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr):
-    """The scores of a group of blocks, with those of one tile. Of the parts of a block the best counts."""
+    """The scores of a group of blocks, with the scores of one tile. Of the parts of a block the best counts."""
     if GROUP == CANDIDATES:
         return tl.maximum(scores, found)
     else:
@@ -198,7 +189,7 @@ def select_kernel(
         begin = tl.load(bounds_ptr + row, mask=row < rows, other=0)
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
         end = tl.minimum(end, (tl.max(stop, 0) + tokens - 1) // tokens)
-        origin = tl.load(bounds_ptr + first_row) // tokens // GROUP * GROUP  # documents are in order
+        origin = tl.load(bounds_ptr + first_row) // tokens // GROUP * GROUP
     best = tl.full([LISTS, BEST], _NONE, tl.int64)
     in_group = tl.arange(0, GROUP)
     for start in range(origin, end, GROUP):
@@ -231,3 +222,6 @@ def select_kernel(
     chosen = tl.where(best == _NONE, -1, (best & _LAST).to(tl.int32) ^ _LAST)
     at = (batch_head.to(tl.int64) * lists + number)[:, None] * top_k + slot[None, :]
     tl.store(index_ptr + at, chosen, mask=inside)
+
+
+_kernel = launches_of(select_kernel, num_warps=8, num_stages=3)

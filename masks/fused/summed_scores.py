@@ -31,7 +31,6 @@ def summed_scores(
 
     With `pool`, fp32 `[B, Hkv, rows, pool.blocks]`: the weights of blocks.
 
-    Args:
         q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, of one dtype.
         factors: `[B, Hq, Nq]`.
         begins, stops: int32 `[Nq]`: the keys of query p are those from `begins[p]` to before `stops[p]`. Weights of
@@ -92,7 +91,6 @@ def summed_scores_kernel(
 ):  # fmt: skip
     """Writes a tile of the scores, with its keys in registers or shared memory, one head of queries after another."""
     program = tl.program_id(0)
-    # Programs that run together have the same queries, which are the larger tensor.
     col_tile, program = program % col_tiles, program // col_tiles
     row_tile, pair = program % row_tiles, program // row_tiles
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads

@@ -66,7 +66,6 @@ def scores_of_blocks(
         is_open = is_open & (block * tokens <= last[:, None])
     origin = 0
     if DOCUMENTS:
-        # Documents begin at multiples of a list and of a block, so all rows of a list are of one.
         of_list = tl.max(begin.reshape(LISTS, ROWS), 1)[:, None]
         is_open = is_open & (block * tokens >= of_list)
         is_open = is_open & (block * tokens < tl.max(stop.reshape(LISTS, ROWS), 1)[:, None])

@@ -26,6 +26,4 @@ These and the families share:
 - `listing.between`: the tiles of each block row from a first to a last column.
 - `draws`: random choices that are the same on every machine.
 - `sparseflash.blockmask`: `unique` numbers equal keys; `bitmask` packs and deduplicates bits.
-
-For the families and for `fused`.
 """

@@ -1,7 +1,7 @@
 """Bands: masks in which a score is live iff the distance between query and key lies in an interval.
 
-Causal and sliding-window patterns are bands. Tiles are listed, never scanned, and bits are made once for each distinct
-distance, so time and memory are proportional to the live tiles.
+Tiles are listed, never scanned, and bits are made once for each distinct distance, so time and memory are proportional
+to the live tiles.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     """Score (q, k) is live iff `lowest <= q + shift - k <= highest`; `highest=None` has no upper bound. In tokens."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, k_len)
-    # Limits beyond all distances of the mask are clamped, which changes nothing.
     reach = q_len + k_len + abs(shift)
     lowest = max(lowest, -reach)
     highest = reach if highest is None else min(highest, reach)
-    first_q = np.arange(0, q_len, block_q) + shift  # on the diagonal
+    first_q = np.arange(0, q_len, block_q) + shift
     last_q = np.minimum(first_q + (block_q - 1), q_len - 1 + shift)
     first_col = np.maximum((first_q - highest) // block_k, 0)
     last_col = np.minimum((last_q - lowest) // block_k, -(-k_len // block_k) - 1)
     rows, cols = columns_between(first_col, last_col)
-    # Tiles whose corners lie at the same distance hold the same scores.
     cut, corners = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
     for start in range(0, len(rows), TILES_AT_ONCE):
         i, j = (x[start : start + TILES_AT_ONCE] for x in (rows, cols))

@@ -64,12 +64,12 @@ class Frame(NamedTuple):
 def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, device: torch.device) -> RowFrame:
     """All tiles, or the tiles of `masks.causal`, whose diagonal is aligned at the bottom right.
 
-    Takes time and memory in proportion to the block rows and columns. A frame is made once and cached. To torch.compile
-    it is a constant, because it cannot trace the construction.
+    Takes time and memory in proportion to the block rows and columns. To torch.compile it is a constant, because it
+    cannot trace the construction.
     """
     block_q, block_k = block
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    first = np.arange(row_blocks) * block_q + (k_len - q_len)  # the keys on the diagonal
+    first = np.arange(row_blocks) * block_q + (k_len - q_len)
     last = np.minimum(first + block_q, k_len) - 1
     whole, stop = np.full(row_blocks, k_len // block_k), np.full(row_blocks, col_blocks)
     if causal:
@@ -77,8 +77,6 @@ def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, devi
     rows, cols = columns_between(whole, stop - 1)
     at = cols - whole[rows] + 1
     if q_len % block_q and whole[-1] > 0:
-        # The end of the queries cuts the other tiles of the last row, too, which are all equal: the first stands for
-        # them.
         place = np.searchsorted(rows, row_blocks - 1)
         rows, cols, at = np.insert(rows, place, row_blocks - 1), np.insert(cols, place, 0), np.insert(at, place, 0)
     # Tiles at the same distance from the diagonal hold the same scores, until the ends cut them.
@@ -107,8 +105,7 @@ def frame(
 ) -> Frame:
     """The tiles of `row_frame`; the first `sink` columns, and tiles nearer than `local` to the diagonal, are forced.
 
-    A block row may cross the diagonal in several tiles, which are all at distance 0. The frame is no larger than the
-    scores of a few heads, which have a number for every tile.
+    A block row may cross the diagonal in several tiles, which are all at distance 0.
     """
     block_q, block_k = block
     shift = k_len - q_len
@@ -119,7 +116,7 @@ def frame(
         open_ = j < of.stop
         at = (j - of.last_whole).clamp_(0, of.kinds.shape[1] - 1)
         kind = of.kinds.gather(1, at).masked_fill_(~open_, 0)
-        first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal
+        first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift
         own = torch.div(first, block_k, rounding_mode="floor"), torch.div(last, block_k, rounding_mode="floor")
         near = (j > own[0] - local) & (j < own[1] + (1 if causal else local))
         forced = open_ & ((j < sink) | (near & (local > 0)))
@@ -167,7 +164,6 @@ def dynamic_mask(
     pattern = pattern_of(*heads, group, tile.device)
     if not torch.compiler.is_compiling():
         return BlockMask._chosen((frame.q_len, frame.k_len, *frame.block), indptr, indices, tile, bits, pattern)
-    # Detached constants are values of the graph that torch.compile traces, so it can return a mask made of them.
     return BlockMask(
         frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), dynamic=True
     )

@@ -20,12 +20,10 @@ class Columns(NamedTuple):
 
     @property
     def lists(self) -> int:
-        """Lists of one head."""
         return -(-self.q_len // (self.rows * self.row_tokens))
 
     @property
     def blocks(self) -> int:
-        """Blocks of keys."""
         return -(-self.k_len // (self.span * self.column_tokens))
 
 

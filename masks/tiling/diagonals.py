@@ -1,7 +1,6 @@
 """Diagonals: masks of a set of distances between query and key.
 
-Dilated windows, strides, logarithmic patterns and slashes are such masks. Tiles are listed, never scanned; bits are
-made a word at a time, once for each distinct distance between tiles.
+Tiles are listed, never scanned; bits are made a word at a time, once for each distinct distance between tiles.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[T
     # A tile holds block_q + block_k - 1 successive distances. So no tile lies between two diagonals that are at most
     # that far apart: they form one band, and no tile is crossed by two bands.
     gap = (offsets.diff() > block_q + block_k - 1).nonzero()[:, 0]
-    nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])].flip(0)  # the farthest band first: by columns
+    nearest = offsets[torch.cat([gap.new_zeros(1), gap + 1])].flip(0)
     farthest = offsets[torch.cat([gap, gap.new_full((1,), len(offsets) - 1)])].flip(0)
     first_q = (torch.arange(row_blocks, device="cpu") * block_q)[:, None]
     last_q = (first_q + block_q - 1).clamp(max=q_len - 1)
@@ -58,7 +57,7 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     backwards = torch.zeros(high - low + 1, dtype=torch.bool, device="cpu")
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
-    word_from = torch.cat([bitmask.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
+    word_from = torch.cat([bitmask.pack(some)[:, 0] for some in windows.split(1 << 16)])
     # In portions, because the looked-up indices take twice the memory of the words.
     row = torch.arange(block_q, device="cpu")[:, None] - torch.arange(words_per_row, device="cpu") * bits
     words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]

@@ -28,7 +28,6 @@ def subsets(draw: np.random.Generator, sizes: Integers, count: int) -> tuple[Int
     count = min(count, int(sizes.max(initial=0)))
     picks = np.full((len(sizes), count), -1, dtype=np.int64)
     for step in range(count):
-        # The loop runs over the last `count` numbers of each row; in short rows those below 0 are left out.
         newest = sizes - count + step
         pick = draw.integers(0, np.maximum(newest, 0), endpoint=True)
         pick = np.where((picks[:, :step] == pick[:, None]).any(1), newest, pick)

@@ -87,7 +87,7 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
 
 
 def _digests(blocks: Integers, starts: Integers, counts: Integers) -> Any:
-    """A number for each run of `blocks`, equal for equal runs and seldom for others. Sums wrap around."""
+    """A number for each run of `blocks`, equal for equal runs and seldom for others."""
     mixed = (blocks.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return np.add.reduceat(mixed, starts) + counts.astype(np.uint64)

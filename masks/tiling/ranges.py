@@ -46,7 +46,6 @@ def within_ranges(
     order = checked_order(order, count)
     places = coordinates(shape, order)
     key_shapes, key_shape, key_corners = block_shapes(places, block_k)
-    # All that matters about a query is the range that it sees: [N, axes, (first, last)].
     sees = torch.stack(
         [torch.stack([r.first, r.last], -1).to(torch.int32)[places[:, axis]] for axis, r in enumerate(ranges)], 1
     )
@@ -57,8 +56,7 @@ def within_ranges(
     steps = [r.step for r in ranges]
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
     offset = key_corners[cols] - query_corners[rows]
-    # Tiles hold the same bits if their keys have one shape and, on each axis, the same part of it is seen. The bits of
-    # an axis are made once for each shape and part, and are fewer than their combinations.
+    # Tiles hold the same bits if their keys have one shape and, on each axis, the same part of it is seen.
     codes = [key_shape[cols]]
     of_axes: list[tuple[Tensor, Tensor]] = []
     for axis, step in enumerate(steps):
@@ -88,8 +86,7 @@ def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor
     """A number for each tile, int64 `[E]`; equal numbers see the same part of equal key shapes, on one axis.
 
     `windows` int32 `[W, block_q, 2]`, from the first query; `keys` int32 `[S, block_k]`, from the first key, which is
-    `offset` int32 `[E]` from the first query. Few combinations of these are distinct, and once a window is cut to the
-    keys of the tile, still fewer.
+    `offset` int32 `[E]` from the first query.
     """
     profiles, profile = bitmask.deduplicate(windows.contiguous())
     lowest, highest = keys.aminmax(dim=1)
@@ -123,7 +120,6 @@ def _tiles_seen(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles with a live score, once each, in row-major order."""
     col_blocks = -(-math.prod(shape) // block_k)
-    # The key block of a place, numbered in row-major order.
     block_of = torch.arange(math.prod(shape), device="cpu") // block_k
     if order is not None:
         block_of = torch.empty_like(order).scatter_(0, order, block_of)
@@ -133,7 +129,6 @@ def _tiles_seen(
     block_of = block_of[tuple(slice(None, None, side) for side in box)]
     jumps = torch.tensor(strides(tuple(block_of.shape)), device="cpu")
     sides = torch.tensor(box, dtype=torch.int32, device="cpu")
-    # Blocks with equal windows see the same boxes if they have the same position relative to the grid of boxes.
     inside = corners % sides
     kind, kinds = number_combinations([window, *inside.unbind(1)])
     one = torch.zeros(kinds, dtype=torch.int64, device="cpu").scatter_(0, kind, torch.arange(len(kind), device="cpu"))
@@ -146,7 +141,6 @@ def _tiles_seen(
         row = torch.repeat_interleave(rows, many)
         within = torch.arange(len(row), device="cpu") - torch.repeat_interleave(many.cumsum(0) - many, many)
         key = row * col_blocks + block_of[base[row] + boxes[start[kind[row]] + within]]
-        # Neighbouring boxes often lie in one block; dropping repetitions first is cheaper than sorting them.
         found.append(torch.unique_consecutive(torch.unique_consecutive(key).sort().values))
     tile = torch.cat(found)
     return tile // col_blocks, tile % col_blocks
@@ -167,7 +161,6 @@ def _box_side(block_of: Tensor, axis: int) -> int:
 
 
 def _in_portions(counts: Tensor) -> Iterator[Tensor]:
-    """Block rows in order, in portions that list a bounded number of boxes each."""
     portion = (counts.cumsum(0) - counts) // _BOXES_AT_ONCE
     _, sizes = torch.unique_consecutive(portion, return_counts=True)
     yield from torch.arange(len(counts), device="cpu").split(sizes.tolist())

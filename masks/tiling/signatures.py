@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict
@@ -37,24 +38,31 @@ def kept(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
     def called(*args: P.args, **kwargs: P.kwargs) -> BlockMask:
         if torch.compiler.is_compiling() or is_faking():
             return build(*args, **kwargs)
-        values = (*args, *kwargs.values())
-        if not all([_is_number(x) for x in values]):
+        numbers = _key_of_numbers(*args, *kwargs.values())
+        if numbers is None:
             return build(*args, **kwargs)
-        key = build, values, tuple(kwargs), tuple(map(type, values))
+        key = build, numbers, tuple(kwargs)
         mask: BlockMask | None = _kept.get(key)
         if mask is None:
             with torch.inference_mode(False):  # otherwise a later training step could not use it
                 mask = build(*args, **kwargs)
-            if mask.nbytes <= SMALL_MASK:
+            # A mode of the caller's may have made tensors of a class of its own.
+            if mask.nbytes <= SMALL_MASK and all([type(x) is Tensor for x in mask._arrays() if x is not None]):
                 _kept[key] = mask
         return mask
 
     return called
 
 
-def _is_number(x: Any) -> bool:
-    """Whether a value is a number, a name, or a tuple of integers: equal ones of one type are the same argument."""
-    return type(x) in _NUMBERS or (type(x) is tuple and all([type(y) is int for y in x]))
+def _key_of_numbers(*values: Any) -> tuple[Any, ...] | None:
+    """A key for arguments that are numbers, names or tuples of integers, which tells 1, 1.0 and True apart; None for
+    others.
+    """
+    kinds = tuple(map(type, values))
+    for kind, x in zip(kinds, values, strict=True):
+        if kind not in _NUMBERS and not (kind is tuple and all([type(y) is int for y in x])):
+            return None
+    return values, kinds
 
 
 def by_name(function: Callable[P, T]) -> Callable[P, T]:

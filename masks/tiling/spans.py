@@ -1,7 +1,6 @@
 """Spans: masks where each query sees one run of keys, marked queries see all keys, and all queries see marked keys.
 
-Windows with sinks or global tokens, packed documents, chunks, prefixes and fixed summary columns are such masks. Tiles
-are listed, never scanned; bits are made a word at a time, for the tiles that the end of a run cuts.
+Tiles are listed, never scanned; bits are made a word at a time, for the tiles that the end of a run cuts.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ def spans(
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
 
     def of_rows(x: Tensor, clamped: bool = True) -> Any:
-        """An entry a query, by block rows. Queries past the end are copies of the last one; their scores are cut off
-        with the ends of the tiles.
-        """
+        """An entry a query, by block rows."""
         values = x.numpy()
         if clamped:
             values = np.minimum(np.maximum(values, 0), k_len)
@@ -60,9 +57,8 @@ def spans(
     limits = None if limit is None else of_rows(limit)
     first, last = starts.min(1) // block_k, (stops.max(1) - 1) // block_k
 
-    # Three groups: tiles of runs; tiles of marked keys outside of these; tiles of marked queries outside of both.
     i, j = columns_between(first, last)
-    least, most = starts.max(1), stops.min(1)  # the run that all queries of a block row see
+    least, most = starts.max(1), stops.min(1)
     first_full = (least + (block_k - 1)) // block_k
     last_full = np.where(most == k_len, col_blocks, most // block_k) - 1
     # All tiles of a run between these are full, and tiles can number millions: only the others are looked at.
@@ -113,9 +109,8 @@ def spans(
             repeats = whole[i] >= np.minimum((j + 1) * block_k, k_len)
             listed.append((i, j, np.where(repeats, at + 1 + len(marked), -1)))
 
-    # The rest is evaluated tile by tile. In a window or a chunk, the runs of many block rows have the same position
-    # relative to the tiles: block rows of equal profile hold the same bits at the same distance, so bits are made once
-    # for each combination.
+    # In a window or a chunk, the runs of many block rows have the same position relative to the tiles: block rows of
+    # equal profile hold the same bits at the same distance, so bits are made once for each combination.
     i, j, kind = (column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*listed, strict=True))
     offset = len(marked) + len(busy)
     own = np.flatnonzero(kind < 0)

@@ -134,10 +134,8 @@ def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
 
 
 def _add_product(result: Bits, a: Bits, b: Bits) -> None:
-    """Adds the product to `result`, 64 rows of b at a time.
-
-    Rows that equal the union of b's rows cannot grow. They are looked for after 1, 2, 4, ... steps, because a look
-    reads the whole result, and left out if they are more than half.
+    """Adds the product to `result`, 64 rows of b at a time. Rows that equal the union of b's rows cannot grow. They are
+    looked for after 1, 2, 4, ... steps, because a look reads the whole result, and left out if they are more than half.
     """
     every = np.bitwise_or.reduce(b, axis=0)
     where, taken, part, by_word = np.arange(len(a)), 0, result, np.ascontiguousarray(a.T)
@@ -157,9 +155,8 @@ def _add_product(result: Bits, a: Bits, b: Bits) -> None:
 
 
 def _add_unions(part: Bits, rows: Index, chosen: Bits, b: Bits) -> None:
-    """Adds to `part[rows[e]]` the rows of b whose bits are set in `chosen[e]`.
-
-    By the method of the four Russians: a table of all unions of eight rows of b serves every row.
+    """Adds to `part[rows[e]]` the rows of b whose bits are set in `chosen[e]`. By the method of the four Russians: a
+    table of all unions of eight rows of b serves every row.
     """
     table = np.zeros((256, b.shape[1]), dtype=_LITTLE)
     step = max(1, _WORDS_AT_ONCE // max(b.shape[1], 1))
@@ -172,7 +169,7 @@ def _add_unions(part: Bits, rows: Index, chosen: Bits, b: Bits) -> None:
         for row in b[first : first + 8]:
             np.bitwise_or(table[:size], row, out=table[size : 2 * size])
             size *= 2
-        if len(rows) == len(part) and 2 * len(at) > len(part):  # a range of rows is quicker than single rows
+        if len(rows) == len(part) and 2 * len(at) > len(part):
             for some in range(0, len(part), step):
                 part[some : some + step] |= table[byte[some : some + step]]
         else:

@@ -32,10 +32,9 @@ class Gap:
 
 
 def gap(element: Element) -> Gap | None:
-    """A pair of tokens that never connects, however often these layers are repeated, or None.
-
-    If the diagonal tiles connect the tokens of each block, the tile graph decides, otherwise the token graph; if that
-    has too many edges, relations are composed until nothing changes.
+    """A pair of tokens that never connects, however often these layers are repeated, or None. If the diagonal tiles
+    connect the tokens of each block, the tile graph decides, otherwise the token graph; if that has too many edges,
+    relations are composed until nothing changes.
     """
     union = element.union()
     if union.count == 0:

@@ -31,7 +31,6 @@ class Density:
 
     @property
     def partial_tiles(self) -> int:
-        """Live tiles that bits, the end of the sequence or padding limit."""
         return self.live_tiles - self.full_tiles
 
     @property

@@ -11,7 +11,6 @@ from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_floating, flag
 
-# For each score, the number of (products over the head dim D, products over the value dim Dv).
 _FORWARD = 1, 1  # S = Q K^T; O = P V
 _BACKWARD = 3, 2  # S again, dQ = dS K, dK = dS^T Q; dP = dO V^T, dV = P^T dO
 _BACKWARD_TWO_PASSES = 4, 3  # dK and dV by columns and dQ by rows, each computing S and dP
@@ -101,5 +100,4 @@ def flops(
 
 
 def _padded(dim: int) -> int:
-    """The head dim that the kernels compute with; on Hopper the smaller of two different dims may be padded further."""
     return max(16, 1 << (dim - 1).bit_length())

@@ -28,14 +28,13 @@ class Element:
         return [self._step(mask, patterns) for mask, patterns in zip(self._masks, self._patterns, strict=True)]
 
     def _step(self, mask: BlockMask, patterns: tuple[int, ...]) -> Relation:
-        key = id(mask), patterns  # layers often share a mask
+        key = id(mask), patterns
         if key not in self._steps:
             found = (walk(mask, pattern, (self.stop, self.stop)) for pattern in patterns)
             self._steps[key] = of_walks(found, block_of(self._masks), self.stop)
         return self._steps[key]
 
     def walks(self) -> Iterator[Walk]:
-        """The walks of all layers and heads, equal ones once."""
         seen = set()
         for mask, patterns in zip(self._masks, self._patterns, strict=True):
             for pattern in patterns:
@@ -44,11 +43,9 @@ class Element:
                     yield walk(mask, pattern, (self.stop, self.stop))
 
     def union(self) -> Relation:
-        """The pairs that are live in any layer, including the residual connection."""
         return of_walks(self.walks(), block_of(self._masks), self.stop)
 
     def nothing(self) -> Relation:
-        """The relation of no layers: the identity."""
         return of_walks([], block_of(self._masks), self.stop)
 
 
@@ -62,7 +59,7 @@ def listed(masks: Masks) -> list[BlockMask]:
 
 
 def checked(masks: Masks) -> list[BlockMask]:
-    """The masks of the layers, on the CPU. Raises the errors that `reach` documents."""
+    """The masks of the layers, on the CPU."""
     every = listed(masks)
     on_cpu: dict[int, BlockMask] = {id(mask): mask.canonical().to("cpu") for mask in every}
     every = [on_cpu[id(mask)] for mask in every]

@@ -195,7 +195,6 @@ def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterat
         smaller = [block for block in BLOCKS if block < max(mask.block_q, mask.block_k)]
         others = coarsening(mask, smaller)
         better = [entry for entry in others if entry.over_coverage * BETTER <= own.over_coverage]
-        # Of the blocks with nearly the least over-coverage, the largest runs fastest.
         least = min((entry.over_coverage for entry in better), default=0.0)
         best = max((e for e in better if e.over_coverage <= 1.25 * least), key=lambda e: e.block_q, default=None)
         remedy = (

@@ -117,7 +117,6 @@ def _after(element: Element, layers: int) -> Relation:
 
 
 def _power(step: Relation, exponent: int) -> Relation:
-    """`step` to a positive power, by squaring; stops once a further step changes nothing."""
     result = step
     for bit in bin(exponent)[3:]:
         squared = compose(result, result)
@@ -129,9 +128,8 @@ def _power(step: Relation, exponent: int) -> Relation:
 
 
 def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relation, list[Relation]]:
-    """`T, T^2, T^4, ...` of the whole list of layers T, up to the first that meets the goal or changes nothing.
-
-    That last one is returned separately. A goal that a relation meets must be met by all larger relations.
+    """`T, T^2, T^4, ...` of the whole list of layers T, up to the first that meets the goal or changes nothing. A goal
+    that a relation meets must be met by all larger relations.
     """
     power, *others = element.steps()
     for step in others:
@@ -147,7 +145,6 @@ def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relatio
 
 
 def _first(element: Element, powers: list[Relation], goal: Callable[[Relation], bool]) -> int:
-    """The least number of layers that meets the goal, which the power after the last of `powers` meets."""
     steps = element.steps()
     if powers:
         # Reach only grows with layers. Find the most rounds of all layers that miss the goal, bit by bit, ...

@@ -75,7 +75,7 @@ class Relation:
 
     def kind_at(self, key: Index) -> Index:
         """The kinds of the tiles at these keys, which must be live; 0 for a full one."""
-        if len(key) > self.count**2:  # a lookup table is cheaper
+        if len(key) > self.count**2:
             table = np.zeros(self.count**2, np.int64)
             table[self.key] = self.kind
             return table[key]

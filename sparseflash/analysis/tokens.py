@@ -33,7 +33,6 @@ def _uncovered(where: Tensor, kind: Tensor, covers: Tensor, stop: int) -> Tensor
     covered = torch.zeros(-(-stop // block), block, dtype=torch.bool, device="cpu")
     covered[where[kind == 0]] = True
     open_ = (kind > 0) & ~covered.all(1)[where]
-    # Few (row, kind) pairs are distinct; each is evaluated once.
     pairs = torch.unique(where[open_] * len(covers) + kind[open_])
     for some in pairs.split(_TILES_AT_ONCE):
         row, first = np.unique((some // len(covers)).numpy(), return_index=True)

@@ -49,7 +49,7 @@ class Traffic:
         return self.queries + self.keys_values + self.out + self.statistics + self.index + self.bits
 
     def __str__(self) -> str:
-        if not self.total:  # an empty batch
+        if not self.total:
             return "0 bytes"
         return (
             f"{self.total:,} bytes: {100 * self.keys_values / self.total:.3g} % keys and values, "
@@ -148,7 +148,6 @@ def bytes_moved(
 
 
 def _held(block_q: int, head_dim: int, v_dim: int, e: int, sram_bytes: int, asked: int | None) -> int:
-    """The queries that a program holds on chip."""
     if asked is not None:
         asked = integer(asked, "tile_queries", "tokens")
         if not _LEAST <= asked <= block_q or asked & (asked - 1):

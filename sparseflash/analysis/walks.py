@@ -1,7 +1,4 @@
-"""The tiles that attention iterates over for each distinct head of a mask, without padding.
-
-Heads and batch elements with the same pattern and length are analysed once and weighted by their number.
-"""
+"""The tiles that attention iterates over for each distinct head of a mask, without padding."""
 
 from __future__ import annotations
 

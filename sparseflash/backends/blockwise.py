@@ -156,7 +156,7 @@ scored_attention = ScoredOperator("blockwise", _forward, _scored_backward, _empt
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`. A single column is summed separately, because BLAS sums it term by term, with larger errors."""
+    """A single column is summed separately, because BLAS sums it term by term, with larger errors."""
     return a @ b if b.shape[-1] > 1 else (a * b.mT).sum(-1, keepdim=True)
 
 

@@ -52,13 +52,11 @@ class Tiles:
         # Queries per tile. With few queries and many keys, as in decoding, a tile is cut to the number of queries.
         self.height = self.q_len if self.row_blocks == 1 else block_q
         self.bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:, : self.height]
-        self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in fp32
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
 
     def cut(self, x: Tensor, block: int, *, last: bool = False) -> Tensor:
-        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`.
-
-        The padding is zeros, or the last token if `last`: a score modification and its derivatives need only be finite
-        for scores of tokens.
+        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`. The padding is zeros, or the last token
+        if `last`: a score modification need only be finite for scores of tokens.
         """
         batch, heads, length, dim = x.shape
         count = -(-length // block)
@@ -80,7 +78,6 @@ class Tiles:
         return (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale, queries, keys
 
     def of_live(self, part: Rows, scores: Tensor) -> Tensor:
-        """Sets dead scores to -inf, in place."""
         live = self.live(part)
         return scores if live is None else scores.masked_fill_(~live, -torch.inf)
 
@@ -110,7 +107,7 @@ class Tiles:
 
     def add_sinks(self, part: Rows, learned: Sequence[Tensor | None], weights: Tensor, drow: Tensor) -> None:
         """Adds the gradients of the sinks. `drow`: the gradient of a sink's score, divided by its weight."""
-        zeros = learned[-1]  # a sink is the last change and has one tensor
+        zeros = learned[-1]
         if zeros is not None:
             zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2, 3)).to(zeros.dtype))
 
@@ -146,7 +143,6 @@ class Tiles:
         return chosen.reshape(len(heads), len(cols), -1, x_tiles.shape[-1])
 
     def scatter_add(self, into: Tensor, heads: Tensor, cols: Tensor, values: Tensor) -> None:
-        """The transpose of `gather`."""
         slots = (heads[:, None, None] * into.shape[1] + cols[None]).reshape(-1)
         into.view(-1, *into.shape[2:]).index_add_(0, slots, values.reshape(-1, *into.shape[2:]))
 
@@ -156,7 +152,7 @@ class Tiles:
             for rows, cols, tile, numbers in self._rows_by_count(number, blocks):
                 count = cols.shape[1]
                 if count == 0:
-                    continue  # these queries have no key
+                    continue
                 a_row = self.block_q * self.block_k * count
                 some_heads = max(1, min(len(heads), _SCORES_AT_ONCE // a_row))
                 some_rows = max(1, _SCORES_AT_ONCE // (a_row * some_heads))
@@ -167,9 +163,7 @@ class Tiles:
                         yield Rows(h, rows[here], cols[here], tile[here], numbers[here], stop)
 
     def _patterns(self) -> Iterator[tuple[int, Tensor, Blocks | None]]:
-        """Yields `(pattern, indices of (batch element, head), blocks)` for each pattern in use.
-
-        With lengths, only sequences with the same number of live blocks are yielded together; `blocks` are those
+        """With lengths, only sequences with the same number of live blocks are yielded together; `blocks` are those
         numbers.
         """
         keys = self.pattern.long().unsqueeze(1)

@@ -18,9 +18,7 @@ from sparseflash.scores.change import Place, Scores
 
 @dataclass(frozen=True)
 class Cached:
-    """Which keys of a cache are live, and where they lie. `sparseflash.decode` checks the fields.
-
-    With `n = lengths[b]` tokens in the cache (never more than it has room for), query i of Nq is token
+    """With `n = lengths[b]` tokens in the cache (never more than it has room for), query i of Nq is token
     `p = n - Nq + i`. Key t of key head h is live iff
 
         starts[b] <= t <= p   and   (t > p - window  or  t < starts[b] + sinks)   (if there is a window)
@@ -35,7 +33,6 @@ class Cached:
     block_table: Tensor | None = None  # integers [B, n]: the pages of each sequence; None: the cache is contiguous
     pages: Tensor | None = None  # int32 or int64 [B, Hkv, K]: the chosen pages, each once, -1 for none
     mask: BlockMask | None = None
-    # Score modifications, prepared; the codes of a table are positions.
     changes: Scores | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
@@ -115,9 +112,8 @@ def rows_of(mask: BlockMask, positions: Tensor) -> Tensor:
 
 
 def _gathered(cache: Tensor, block_table: Tensor) -> Tensor:
-    """The pages of each sequence concatenated, `[B, Hkv, n * page, D]`.
-
-    Page numbers are clamped: the table may hold anything for pages that are not in use yet.
+    """The pages of each sequence concatenated, `[B, Hkv, n * page, D]`. Page numbers are clamped: the table may hold
+    anything for pages that are not in use yet.
     """
     pages = cache[block_table.long().clamp(0, cache.shape[0] - 1)]  # [B, n, Hkv, page, D]
     return pages.transpose(1, 2).flatten(2, 3)

@@ -16,10 +16,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Differentiable(Protocol):
-    """A forward and its backward, for tensors and a problem that have already been checked.
-
-    It lives as long as the graph, so it must not hold q, k, v or `tensors`: autograd saves these, where hooks for saved
-    tensors reach them.
+    """A forward and its backward. It lives as long as the graph, so it must not hold q, k, v or `tensors`: autograd
+    saves these, where hooks for saved tensors reach them.
     """
 
     seed: Tensor | None  # of the dropout
@@ -43,8 +41,6 @@ class Differentiable(Protocol):
 
 
 class _Direct(torch.autograd.Function):
-    """A backend's functions as one autograd node, without the dispatcher."""
-
     @staticmethod
     def forward(
         ctx: Any, run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
@@ -130,7 +126,7 @@ def is_plain_call(*tensors: Tensor) -> bool:
 
 def are_plain(*tensors: Tensor) -> bool:
     """Whether kernels can read the tensors' memory, and no tensor subclass overrides operators."""
-    return all([type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors])  # faster than a generator
+    return all([type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors])
 
 
 def _holds_several(gradient: Tensor) -> bool:

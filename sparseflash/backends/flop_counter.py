@@ -31,7 +31,7 @@ def tell(*operators: tuple[Any, Formula]) -> None:
     for operator, formula in operators:
         if operator not in module.flop_registry:
             module.register_flop_formula(operator, get_raw=True)(formula)
-        for registry in counting:  # each active counter has its own copy
+        for registry in counting:
             if isinstance(registry, dict):
                 registry.setdefault(operator, formula)
 
@@ -59,7 +59,7 @@ def with_more(formula: Formula, first: int, count: int) -> Formula:
 
 
 def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
-    """The number of scores in all live tiles of all heads. Tiles past `lengths` are counted, too.
+    """Tiles past `lengths` are counted, too.
 
     Fake tensors count as the mean over the patterns, a dynamic mask with its full capacity.
     """

@@ -1,7 +1,4 @@
-"""The arguments of every backend besides q, k and v: the mask's arrays, the scale, the dropout.
-
-The fields, in this order, are the registered operators' arguments after q, k and v, and of their backward.
-"""
+"""The arguments of every backend besides q, k and v: the mask's arrays, the scale, the dropout."""
 
 from __future__ import annotations
 
@@ -69,7 +66,6 @@ class Problem(NamedTuple):
 
 DENSE_BLOCK = 128  # tokens per tile without a mask
 
-# Types of the fields in the operators' schemas; the others are "Tensor?".
 _TYPES = {
     "block_q": "SymInt", "block_k": "SymInt", "scale": "float", "seed": "Tensor?", "dropped": "int", "kernels": "str",
 }  # fmt: skip

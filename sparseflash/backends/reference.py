@@ -21,7 +21,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, dropout: Dropout | None = None,
     changes: Scores | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
+    """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd.
 
     A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
     lower precision. changes: prepared for these sizes.
@@ -78,7 +78,7 @@ def attention_of_live(
     # Without a live key the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
-    empty = highest == -torch.inf  # neither a live key nor a sink
+    empty = highest == -torch.inf
     if sink is not None:
         total = total + torch.exp(logits - highest.masked_fill(empty, torch.inf))
     weights = weights / total.masked_fill(empty, 1.0)
@@ -86,7 +86,7 @@ def attention_of_live(
         keep = kept_everywhere(dropout, *weights.shape)
         weights = weights.masked_fill(~keep, 0.0) * amplification(dropout.dropped)
     out = _product(weights, v)
-    lse = highest + torch.log(total.masked_fill(empty, 1.0))  # highest, and so lse, is -inf for empty rows
+    lse = highest + torch.log(total.masked_fill(empty, 1.0))
     return out, lse.squeeze(-1).to(_lse_dtype(q))
 
 

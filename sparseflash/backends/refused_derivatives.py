@@ -95,7 +95,6 @@ def refuse_recording(name: str) -> None:
 
 
 def _transforms() -> list[Any]:
-    """The kinds of all torch.func transforms around a call, the outermost first."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
 
 

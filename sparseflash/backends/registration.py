@@ -1,8 +1,6 @@
 """Makes a backend callable: directly in plain eager mode, and as a registered PyTorch operator everywhere else.
 
-A backend is a forward and a backward function of plain tensors and a `Problem`. This module, `direct.py` and
-`refused_derivatives.py` connect all backends to PyTorch: `opcheck` passes, `torch.compile(fullgraph=True)` sees one
-opaque node, and nothing is saved for a backward that will not run.
+A backend is a forward and a backward function of plain tensors and a `Problem`.
 
 PyTorch's dispatcher and the Python of its autograd registration take longer than the kernels on a short sequence. So
 unless something compiles, traces, profiles or transforms the call, the backend's functions are called directly, in our
@@ -47,19 +45,14 @@ _PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
 class RegisteredOperator(ABC):
     """The operators `sparseflash::{operator}` and `{operator}_backward` of a backend; the base class of `Operator` and
     `scored.ScoredOperator`.
-
-    The forward operator takes q, k and v, the subclass's arguments, the problem. The backward operator takes dout, dlse
-    and the fields of `Saved` in place of q, k and v.
     """
 
     def __init__(
         self, name: str, operator: str, empty_kept: Callable[[Tensor], Tensor], *, problem: str,
         added: Sequence[str] = (), added_backward: Sequence[str] = (), added_gradients: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Registers both operators. The keyword arguments are parts of their schemas.
-
-        added: arguments of both. If not empty, the first is a list of tensors, and the backward returns a list of their
-        gradients. added_backward: of the backward alone, after `added`.
+        """added: arguments of both. If not empty, the first is a list of tensors, and the backward returns a list of
+        their gradients. added_backward: of the backward alone, after `added`.
         """
         self.name, self._empty_kept, self._added = name, empty_kept, len(added)
         inputs = ", ".join(("Tensor q, Tensor k, Tensor v", *added, problem))
@@ -190,8 +183,9 @@ class Operator(RegisteredOperator):
         return self._forward(q, k, v, *problem)
 
     def _mapped(self, info: Any, dims: Sequence[int | None], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """The forward under torch.vmap. The mapped dimension is folded into the batch; the slices run one after another
-        with a pattern per batch element, with dropout, or if more than q, k and v is mapped."""
+        """The mapped dimension is folded into the batch; the slices run one after another with a pattern per batch
+        element, with dropout, or if more than q, k and v is mapped.
+        """
         tensors, problem, size = arguments[:3], Problem(*arguments[3:]), info.batch_size
         own_patterns = problem.pattern is not None and len(problem.pattern) > 1
         if own_patterns or problem.seed is not None or any(dim is not None for dim in dims[3:]):
@@ -228,8 +222,6 @@ class Operator(RegisteredOperator):
 
 
 class _Run:
-    """A backend applied to one problem; see `direct.Differentiable`."""
-
     def __init__(self, operator: Operator, problem: Problem) -> None:
         self._operator, self._problem, self.seed = operator, problem, problem.seed
 

@@ -8,10 +8,7 @@ from torch import Tensor
 
 
 class Saved(NamedTuple):
-    """The inputs and results of a forward.
-
-    In this order also arguments of the registered backward operators, after the gradients of out and lse.
-    """
+    """The inputs and results of a forward."""
 
     q: Tensor
     k: Tensor

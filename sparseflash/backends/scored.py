@@ -1,7 +1,4 @@
-"""Makes a backend with score modifications callable, with gradients of their learned tensors.
-
-As in `registration.py`, plain calls are direct, and all others go through a registered operator.
-"""
+"""Makes a backend with score modifications callable, with gradients of their learned tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ class ScoredOperator(RegisteredOperator):
     def past_the_operator(
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)`, differentiable, without a registered operator. The tensors may be fake."""
+        """`(out, lse)`, differentiable, without a registered operator."""
         tensors = changes.tensors()
         refuse_tangents(self.name, q, k, v, *tensors)
         run = Run if have_contents(q) else _Shapes
@@ -124,7 +121,6 @@ class Run:
     """A backend applied to one problem with score modifications; see `direct.Differentiable`."""
 
     def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores, wanted: Sequence[bool]) -> None:
-        """wanted: which tensors of the score modifications need a gradient."""
         self._operator, self._problem, self.seed = operator, problem, problem.seed
         self._changes, self._wanted = changes, list(wanted)
 

@@ -1,6 +1,6 @@
 """The operators of the kernels for chosen tokens, `sparseflash::token_attention` and `sparseflash::token_scores`.
 
-As in `registration.py`. Derivatives that the kernels do not have are refused.
+Derivatives that the kernels do not have are refused.
 """
 
 from __future__ import annotations

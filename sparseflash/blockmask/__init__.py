@@ -1,4 +1,4 @@
-"""The mask type: the live scores of an attention, as data. `mask.py` has the class, the other files its parts.
+"""The mask type: the live scores of an attention, as data.
 
 The `methods` of `BlockMask` import `ops` and `draw` when they are called, the only circle of imports.
 """

@@ -79,13 +79,13 @@ def transposed(words: Tensor, block_k: int) -> Tensor:
     so on (Warren, Hacker's Delight, section 7-3).
     """
     count, block_q, width = words.shape
-    if block_q < WORD:  # blocks of 16 fill half a square
+    if block_q < WORD:
         words = torch.cat([words, torch.zeros_like(words)], dim=1)
     across = words.shape[1] // WORD
     square = words.reshape(count, across, WORD, width).permute(0, 3, 2, 1)  # [T, W, 32 queries, block_q / 32]
     square = square.clone(memory_format=torch.contiguous_format)  # a copy, because the loop below writes to it
     for half, low in ((16, 0x0000FFFF), (8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555)):
-        upper, lower = square.view(count, width, WORD // (2 * half), 2, half, across).unbind(3)  # views of the square
+        upper, lower = square.view(count, width, WORD // (2 * half), 2, half, across).unbind(3)
         # `low` discards the copies of the sign bit that the shift of an int32 makes.
         differ = ((upper >> half) ^ lower) & low
         lower ^= differ
@@ -204,7 +204,7 @@ def below(stop: int | NDArray[np.int64], block_k: int) -> NDArray[np.int32]:
     return _rows_below(block_k).take(stop, axis=0, mode="clip")
 
 
-@bounded(maxsize=8)  # one entry per block size, 16 KiB in total
+@bounded(maxsize=8)
 def _rows_below(block_k: int) -> NDArray[np.int32]:
     live = np.arange(max(block_k, WORD)) < np.arange(block_k + 1)[:, None]
     return np.packbits(live, axis=1, bitorder="little").view(np.int32)

@@ -21,9 +21,8 @@ SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 TILES_AT_ONCE = 1 << 16  # tiles of a list handled at a time: temporaries of a list of millions stay in a CPU's caches
 
 Integers = NDArray[np.int64]
-Numbers = NDArray[np.int32]  # as masks hold them
+Numbers = NDArray[np.int32]
 
-# The tiles of one pattern: block rows, block columns, 0 (full) or t (the words t - 1) per tile, and the words.
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -119,7 +118,6 @@ def _assemble(
     last_col = col_blocks - 1 if k_len % block_k else -1
 
     def portion(start: int) -> tuple[int, Integers, Integers]:
-        """The first tile of a portion, its tiles that are not left out, and their pairs."""
         stop = start + TILES_AT_ONCE
         own = tile[start:stop]
         special = own > 0
@@ -148,7 +146,7 @@ def _assemble(
 
     def trimmed(some: Integers) -> Tensor:
         made = words.index_select(0, torch.from_numpy(np.maximum(some // 4 - 1, 0)).to(words.device))
-        if cut := int(np.searchsorted(some, 4)):  # full tiles at the ends
+        if cut := int(np.searchsorted(some, 4)):
             made[:cut] = bitmask.full_word(block_k)
         return made if ends is None else made & ends.index_select(0, torch.from_numpy(some % 4).to(words.device))
 
@@ -181,7 +179,6 @@ def _assemble(
 
 
 def _in_order(rows: Integers, cols: Integers) -> bool:
-    """Whether a list of tiles is in row-major order, each tile once."""
     for start in range(0, len(rows), TILES_AT_ONCE):
         stop = start + TILES_AT_ONCE + 1
         i, j = rows[start:stop], cols[start:stop]

@@ -29,7 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SMALL_MASK = 1 << 17  # bytes of masks that are kept for later equal ones: 16,384 causal tokens in blocks of 128
 
 _clearings: list[Callable[[], None]] = []  # the functions that `clear_caches` calls
-_dicts: weakref.WeakSet[Any] = weakref.WeakSet()  # every BoundedDict and MaskCache
+_dicts: weakref.WeakSet[Any] = weakref.WeakSet()
 # A WeakSet must not grow while it is read. Reentrant, because the garbage collector may run code that makes a cache.
 _listing = threading.RLock()
 
@@ -53,7 +53,7 @@ class BoundedDict(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= self.most and key not in self:
             self.clear()
-        if not self:  # listed once it holds something: Dynamo, which traces what makes a dict, cannot take the lock
+        if not self:
             with _listing:
                 _dicts.add(self)
         super().__setitem__(key, value)
@@ -120,10 +120,11 @@ def cleared_with_caches(clear: Callable[[], None]) -> Callable[[], None]:
 def clear_caches() -> None:
     """Empties all of sparseflash's caches and frees the memory that only they hold.
 
+    Every cache is bounded, so this is only needed to measure memory, or in a program that will not repeat earlier work.
+
     >>> import sparseflash
     >>> sparseflash.clear_caches()
 
-    Every cache is bounded, so this is only needed to measure memory, or in a program that will not repeat earlier work.
     Later calls derive again what they need; compiled kernels are reloaded from Triton's cache on disk. CUDA graphs stay
     valid: the tensors that they read are kept until they are destroyed.
 
@@ -149,7 +150,7 @@ def attach_cache(indices: Tensor, *, may_wait: bool, others: tuple[Any, ...]) ->
     """Gives the indices of a newly made mask a cache.
 
     `may_wait`: whether the host may wait for the indices' values, once; not for dynamic masks, which are made at every
-    step. `others`: the other parts of the mask.
+    step.
     """
     if torch.compiler.is_compiling():
         # The mark tells `mask_cache` that the indices which the compiled code returns may get a cache, unless the mask

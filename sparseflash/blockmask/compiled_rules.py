@@ -16,7 +16,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 _numbers = itertools.count(1)
-Trace = tuple[int, tuple[str, ...]]  # the number of Dynamo's trace, and the names of the nodes in its graph
+Trace = tuple[int, tuple[str, ...]]
 
 
 def _output() -> Any:
@@ -39,7 +39,7 @@ def begin_trace() -> Trace:
 
 
 def call_rules(arity: int, *rules: Any) -> None:
-    """Calls each rule with `arity` tensors. Traced by Dynamo."""
+    """Traced by Dynamo."""
     for rule in rules:
         if callable(rule):
             answer = rule(*[torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(arity)])
@@ -55,7 +55,7 @@ def guard_reads(begun: Trace, name: str) -> None:
     """
     output = _output()
     number, before = begun
-    if output is None:  # the code runs eagerly at every call, so nothing becomes stale
+    if output is None:
         return
     if vars(output).get("_sparseflash_number") != number:
         raise TypeError(
@@ -68,7 +68,7 @@ def guard_reads(begun: Trace, name: str) -> None:
     for each in {each: None for node in made for each in node.all_input_nodes if each not in made}:
         value = each.meta.get("example_value")
         if isinstance(value, SymInt):
-            operator.index(value)  # installs a guard on this value
+            operator.index(value)
         elif isinstance(value, SymFloat):
             float(value)
         elif isinstance(value, Tensor) or each.op == "get_attr":
@@ -80,7 +80,6 @@ def guard_reads(begun: Trace, name: str) -> None:
 
 
 def _called(node: Any) -> str:
-    """The name of a tensor in the user's code, for errors."""
     name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", node.name)
     return str(name() if callable(name) else name)
 

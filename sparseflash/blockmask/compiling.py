@@ -39,10 +39,8 @@ _OBJECTS_AS_IDS = torch.__version__ < "2.12"
 
 
 class _Kept:
-    """The masks that compiled code refers to, as attributes in order of age; they may outlive that code.
-
-    Dynamo guards the attributes of a global object as it guards the caller's objects. It cannot guard the return value
-    of a function that is marked constant, so compiled code could not even call a method of it.
+    """Dynamo guards the attributes of a global object as it guards the caller's objects. It cannot guard the return
+    value of a function that is marked constant, so compiled code could not even call a method of it.
     """
 
 
@@ -82,12 +80,11 @@ def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | N
             _check_contents(build, (args, kwargs))
             with _disable_current_modes():
                 return build(*args, **kwargs)
-        # Dynamo traces everything below except `_build`.
         begun = None
         if calls is not None:
             begun = begin_trace()
             calls(*args, **kwargs)
-        masks: list[Any] = []  # or their ids
+        masks: list[Any] = []
         positional = [_described(value, masks) for value in args]
         named = {name: _described(value, masks) for name, value in kwargs.items()}
         mask: T = getattr(_kept, _build(begun, build, positional, named, *masks))
@@ -123,7 +120,6 @@ def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
 
 
 def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
-    """An argument in a form that Dynamo can treat as a constant; masks go into `masks`, where Dynamo guards each."""
     from sparseflash.blockmask.mask import BlockMask
 
     if isinstance(value, BlockMask):
@@ -136,14 +132,13 @@ def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
     if isinstance(value, tuple):
         return "tuple", [_described(each, masks) for each in value]
     if isinstance(value, int) and not isinstance(value, bool):
-        return "constant", operator.index(value)  # specialises on the size of a tensor, and guards it
+        return "constant", operator.index(value)
     return "constant", value
 
 
 def _build(
     begun: Trace | None, build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any
 ) -> str:  # fmt: skip
-    """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
     from sparseflash.blockmask.mask import BlockMask
 
     if begun is not None:

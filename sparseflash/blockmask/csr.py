@@ -42,7 +42,7 @@ def columns_of(
         patterns = (len(indptr) - 1) // row_blocks
         check_count("patterns x block columns", patterns, col_blocks, remedy="Use larger blocks.")
         column = rows // row_blocks * col_blocks + indices
-        # A GPU sorts a byte of the numbers at a time. Unused capacity is sorted last, as one more pattern.
+        # Unused capacity is sorted last, as one more pattern.
         narrow = torch.int16 if (patterns + 1) * col_blocks <= torch.iinfo(torch.int16).max else torch.int64
         column, order = torch.sort(column.to(narrow), stable=True)
         starts = torch.arange(patterns * col_blocks + 1, dtype=narrow, device=indptr.device)

@@ -33,7 +33,6 @@ def canonical_arrays_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor, Tensor
     """The canonical `(indptr, indices, tile, bits, pattern)` of a mask; synchronises with the device."""
     row_blocks = mask.blocks[0]
     rows, cols, tile = stored_tiles(mask)
-    # Patterns are numbered by first appearance among the heads; unused ones are dropped.
     number, first = number_by_first_appearance(mask.pattern.reshape(-1).long())
     used = mask.pattern.reshape(-1).long()[first]
     renumbered = used.new_full(((len(mask.indptr) - 1) // row_blocks,), -1)

@@ -66,7 +66,6 @@ def release_finished() -> None:
 
 
 def _capture_of(stream: int) -> tuple[int, ctypes.c_void_p]:
-    """The id of the capture in progress on a stream, and its graph."""
     status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     asked = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
     driver = cuda_driver()

@@ -91,8 +91,6 @@ class BlockMask:
     if TYPE_CHECKING:
         words: ClassVar[Tensor]  # an instance attribute that is not a field; see `_words`
 
-    # The methods, with their documentation, by concern.
-
     from_function = classmethod(construction.from_function)
     from_dense = classmethod(construction.from_dense)
     from_layout = classmethod(construction.from_layout)
@@ -131,14 +129,13 @@ class BlockMask:
         check_arrays(self)
         object.__setattr__(self, "words", self._words())
         if belong_together(self.indices, self._others()):
-            return  # FSDP rebuilds a module's dataclass inputs from their fields: keep the caches
+            return
         # Everything derived from the arrays is cached on the indices tensor. Masks that share indices may differ in
         # other arrays, so each mask has its own tensor object over the same memory.
         object.__setattr__(self, "indices", self.indices.detach())
         self._made()
 
     def _made(self) -> None:
-        """Prepares the arrays of a new mask for torch.compile and for what will be derived from them."""
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
         attach_cache(self.indices, may_wait=not self.dynamic, others=self._others())
@@ -353,7 +350,6 @@ class BlockMask:
         return hash(self.digest)
 
     def _others(self) -> tuple[Any, ...]:
-        """Everything, besides the indices, that the cached derivatives depend on: all fields but the lengths."""
         return *self._numbers(), self.dynamic, self.indptr, self.tile, self.bits, self.pattern
 
     def _numbers(self) -> tuple[int, int, int, int]:
@@ -366,7 +362,7 @@ class BlockMask:
         return self  # immutable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockMask:
-        return self  # immutable: copying a model shares its masks
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives
@@ -380,19 +376,18 @@ class BlockMask:
         return checked_mask(other)  # raises: Python calls this only if the left operand is not a mask
 
     __ror__ = __rxor__ = __rsub__ = __rand__
-    __array_ufunc__ = None  # makes NumPy call __rand__ for `array & mask`
+    __array_ufunc__ = None
 
 
 _FIELDS = tuple(each.name for each in fields(BlockMask))
 
 
 def _alone(indices: Tensor, array: Tensor) -> Tensor:
-    """A plain tensor of an array of a mask, in its own memory, which lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    # The cache entry holds the array's memory, so that no other tensor can have the same address and thus the same
-    # key. It must not hold the array itself: it may be the indices tensor, which owns the cache, and the cycle would
-    # never be freed.
+    # The cache entry holds the array's memory, so that no other tensor can have the same address and thus the same key.
+    # It must not hold the array itself, which may be the indices tensor that owns the cache: the cycle would never be
+    # freed.
     key = ("alone", array.data_ptr(), array.shape, array.stride())
     _, copy = once(mask_cache(indices), key, lambda: (array.detach(), array.clone()))
     return copy.detach()

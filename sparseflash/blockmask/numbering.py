@@ -1,9 +1,9 @@
 """The number of a live tile in a mask's list, found by its block row and column.
 
-The list is `BlockMask.indices`. Code that walks tiles in another order (kernels, over rows or columns, full tiles
-first) uses the number to find data that is stored tile by tile, such as a bias. A table of numbers would take four
-bytes for every pair of blocks; this takes two bits: for 32 block columns side by side, one word has the live ones, and
-one the number of live tiles before them in the list.
+Code that walks tiles in another order (kernels, over rows or columns, full tiles first) uses the number to find data
+that is stored tile by tile, such as a bias. A table of numbers would take four bytes for every pair of blocks; this
+takes two bits: for 32 block columns side by side, one word has the live ones, and one the number of live tiles before
+them in the list.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _saveable(mask: BlockMask) -> tuple[Tensor, Tensor]:
 def _numbers(mask: BlockMask) -> Tensor:
     row_blocks, words = mask.blocks[0], -(-mask.blocks[1] // COLUMNS)
     rows, cols, _ = stored_tiles(mask)
-    word = rows * words + cols // COLUMNS  # increasing, as the list is
+    word = rows * words + cols // COLUMNS
     found = torch.zeros((len(mask.indptr) - 1) * words, 2, dtype=torch.int32, device=mask.device)
     bit = torch.ones_like(cols, dtype=torch.int32) << (cols % COLUMNS).to(torch.int32)
     found[:, 0].index_add_(0, word, bit)  # the sum of distinct bits is their union, also for the sign bit
@@ -71,7 +71,7 @@ def number_of_tile(numbers: Tensor, pattern: Tensor, row: Tensor, column: Tensor
 
 def _ones(x: Tensor) -> Tensor:
     """How many of the 31 lower bits of each number are set; the others must not be."""
-    x = x - ((x >> 1) & 0x55555555)  # a sum for every two bits
+    x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     x = x + (x >> 8)

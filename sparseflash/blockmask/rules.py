@@ -21,7 +21,6 @@ from sparseflash.blockmask.vectorize import vectorized
 _PAIRS_AT_ONCE = 1 << 22  # block pairs passed to a candidate function at a time
 
 Live = Callable[..., Tensor]  # takes (q_idx, k_idx) or (b, h, q_idx, k_idx)
-# A block layout, a function of block indices, or a list of tiles: block rows and block columns.
 Candidates = Tensor | tuple[Tensor, Tensor] | Callable[[Tensor, Tensor], Tensor]
 
 
@@ -152,7 +151,6 @@ def _tiles(
 def _candidate_pairs(
     candidates: Candidates | None, row_blocks: int, col_blocks: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the block rows and columns to evaluate: a bounded number of block rows at a time, or the list."""
     if isinstance(candidates, tuple):
         yield candidates
         return
@@ -192,7 +190,6 @@ def _evaluate(
     live: Callable[[Tensor, Tensor], Tensor], rows: Tensor, cols: Tensor, q_len: int, k_len: int, block_q: int,
     block_k: int,
 ) -> Part:  # fmt: skip
-    """The candidates that have a live score, with partial tiles deduplicated."""
     device = rows.device
     q = rows[:, None, None] * block_q + torch.arange(block_q, device=device)[None, :, None]
     k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.blockmask.arguments import integers
 from sparseflash.blockmask.cache import BoundedDict
 
-_sums = BoundedDict(32)  # the running sums of tensors on GPUs, by id: every layer passes the same tensor
+_sums = BoundedDict(32)
 
 
 def running_sums(values: Any, name: str) -> tuple[int, ...]:

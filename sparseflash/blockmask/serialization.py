@@ -107,7 +107,7 @@ def _contents(mask: BlockMask) -> bytes:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             member = zipfile.ZipInfo(f"{name}.npy", _EPOCH)
-            member.create_system, member.external_attr = 3, 0o644 << 16  # as on Unix, on every platform
+            member.create_system, member.external_attr = 3, 0o644 << 16
             npy = io.BytesIO()
             np.lib.format.write_array(npy, array, version=(1, 0), allow_pickle=False)
             archive.writestr(member, npy.getvalue())
@@ -143,7 +143,7 @@ def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]
     if arrays["digest"].tobytes() != _digest({name: a for name, a in arrays.items() if name != "digest"}):
         raise ValueError("arrays that do not agree with their digest")
     if version == 1 and "lengths" in arrays:
-        ends = arrays["numbers"][:2, None].clip(max=np.iinfo(np.int32).max)  # of queries and of keys
+        ends = arrays["numbers"][:2, None].clip(max=np.iinfo(np.int32).max)
         arrays["lengths"] = np.minimum(arrays["lengths"], ends.astype(np.int32))
     return arrays
 

@@ -39,10 +39,7 @@ def _setter() -> Callable[[int], Any] | None:
 
 @contextmanager
 def one_thread(only_if: bool = True) -> Iterator[None]:
-    """Inside the block PyTorch does not split the operations of this thread. Other threads go on as before.
-
-    Nothing changes where PyTorch does not use OpenMP, or if `only_if` is False.
-    """
+    """Inside the block PyTorch does not split the operations of this thread."""
     threads, set_threads = torch.get_num_threads(), _setter()
     if not only_if or threads == 1 or set_threads is None:
         yield
@@ -60,7 +57,7 @@ def on_one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling() or torch.get_num_threads() == 1:  # torch.compile traces no ctypes
+        if torch.compiler.is_compiling() or torch.get_num_threads() == 1:
             return function(*args, **kwargs)
         with one_thread():
             return function(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Numbers for equal values: like `torch.unique`, but without sorting if the values lie close together.
 
-Tile keys and indices of bits nearly always do. Everything here synchronises with the device, to learn the number of
-distinct values.
+Everything here synchronises with the device, to learn the number of distinct values.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     >>> found.tolist(), number.tolist()
     ([-2, 3, 7], [2, 1, 2, 0])
 
-    `values`: int64 `[E]`; `found[number] == values`. The same as `torch.unique(values, return_inverse=True)`.
+    `values`: int64 `[E]`; `found[number] == values`.
     """
     if values.numel() == 0:
         return values, values
@@ -37,11 +36,11 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
 def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
     """`(number, first)`: `values` numbered 0, 1, ... by first appearance, and the positions of the first appearances.
 
+    `values`: int64 `[E]`; `values[first][number] == values`, and `first` ascends.
+
     >>> number, first = number_by_first_appearance(torch.tensor([7, 3, 7, 0]))
     >>> number.tolist(), first.tolist()
     ([0, 1, 0, 2], [0, 1, 3])
-
-    `values`: int64 `[E]`; `values[first][number] == values`, and `first` ascends.
     """
     count = values.numel()
     if count == 0:
@@ -88,11 +87,9 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 def _span(values: Tensor) -> tuple[int, int]:
-    """The least value, and the size of the range from it to the greatest."""
     least, most = torch.stack(torch.aminmax(values)).tolist()
     return least, most - least + 1
 
 
 def _is_small(span: int, values: Tensor) -> bool:
-    """Whether a table with an entry for every possible value is cheaper than sorting."""
     return span <= max(1 << 12, 4 * len(values))

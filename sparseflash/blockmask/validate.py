@@ -117,7 +117,6 @@ def _lie_in(numbers: Tensor, most: int) -> bool:
 
 
 def _past_the_ends(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor, bits: Tensor) -> int:
-    """The number of live scores past q_len or k_len, in tiles of the last row and column."""
     (row_blocks, col_blocks), count = mask.blocks, 0
     live_q = mask.q_len - (row_blocks - 1) * mask.block_q
     live_k = mask.k_len - (col_blocks - 1) * mask.block_k

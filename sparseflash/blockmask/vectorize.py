@@ -50,15 +50,13 @@ def vectorized(
         return _mapped(function, name, arguments, single)
     except _WrongAnswer as error:
         raise error.why from error.why.__cause__
-    except Warning:  # where warnings are errors
+    except Warning:
         raise
     except Exception as error:
         return _of_arrays(function, name, arguments, single, what, error)
 
 
 class _WrongAnswer(Exception):
-    """A function that vmap can call returned a wrong result."""
-
     def __init__(self, why: Exception) -> None:
         super().__init__()
         self.why = why
@@ -140,7 +138,7 @@ def _of_arrays(
                 "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead "
                 f"of lists that are indexed; got a tensor where Python needs one number ({error})."
             ) from error
-        if isinstance(error, IndexError) and isinstance(refused, IndexError):  # a table that is too short
+        if isinstance(error, IndexError) and isinstance(refused, IndexError):
             raise
         # If single numbers fail, too, this raises the function's own error.
         function(*(x.flatten()[0] for x in arguments))
@@ -166,14 +164,12 @@ def _of_arrays(
 
 
 def _unread(function: Function, *arguments: Tensor) -> Any:
-    """The function's answer. Raises TypeError if it makes a text of an array, as in `f"{h}"` for a number h."""
+    """Raises TypeError if the function makes a text of an array, as in `f"{h}"` for a number h."""
     with _WithoutText():
         return function(*arguments)
 
 
 class _WithoutText(TorchFunctionMode):
-    """Refuses to make a text of an array; the text of a single number is right."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__format__, torch.Tensor.__repr__) and args[0].ndim > 0:
             raise TypeError("text is made of an array")
@@ -205,7 +201,7 @@ def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any
 
 def _some(answer: Tensor) -> list[tuple[int, ...]]:
     """Some indices of a result; for bools, of the true and of the false elements."""
-    generator = torch.Generator().manual_seed(0)  # equal steps could hit the same keys in every row
+    generator = torch.Generator().manual_seed(0)
     flat = answer.reshape(-1)
     every = torch.ones_like(flat, dtype=torch.bool)
     chosen = []
@@ -299,7 +295,7 @@ def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
     numbers: list[Tensor | None] = []
     for each in index:
         dim = len(numbers)
-        if isinstance(each, Number):  # its value is known, so `select` can take a view
+        if isinstance(each, Number):
             each = int(each)
         if isinstance(each, Tensor):
             numbers.append(each)

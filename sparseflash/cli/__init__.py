@@ -1,10 +1,4 @@
-"""The command line, `sparseflash show | check | bench | convert | patterns | info`.
-
-It shows the cost and reach of a mask, checks on this machine that attention with it is exact, times it, converts it for
-other libraries, and lists the patterns and the machine's kernels. app.py has the commands, options.py, names.py and
-output.py their common parts, expression.py and sources.py evaluate the MASK argument, and each command has a file of
-its own; strip.py draws the reach of a mask by layers.
-"""
+"""The command line, `sparseflash show | check | bench | convert | patterns | info`."""
 
 
 def main() -> None:

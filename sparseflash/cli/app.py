@@ -45,7 +45,7 @@ app = typer.Typer(
     "on this machine.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
     "BlockMask.save wrote: sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
-    rich_markup_mode="markdown",  # joins the lines of a paragraph
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 

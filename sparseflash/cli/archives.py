@@ -25,7 +25,7 @@ def members(path: Path) -> list[str]:
             return archive.namelist()
     except OSError:
         raise
-    except Exception:  # besides BadZipFile it raises NotImplementedError, struct.error, UnicodeDecodeError, ...
+    except Exception:
         return []
 
 
@@ -58,7 +58,10 @@ def too_large(found: str) -> str:
 
 
 def check_pt(path: Path) -> None:
-    """Raises ValueError if a file of `torch.save` is compressed. PyTorch reads such files, but never writes them."""
+    """Raises ValueError if a file of `torch.save` is compressed.
+
+    PyTorch reads such files, but never writes them.
+    """
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:

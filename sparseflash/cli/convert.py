@@ -45,7 +45,6 @@ _LISTS = tuple(f"{prefix}{side}_{what}" for side in ("kv", "q") for prefix in ("
 
 
 def _flex(mask: BlockMask) -> Fields:
-    """The lists of FlexAttention's BlockMask, and the arrays of its mask_mod, which a file cannot hold."""
     from sparseflash.interop.lookup import tile_lookup
 
     found = interop.to_flex(mask)
@@ -113,7 +112,7 @@ def format_of(path: Path, asked: str | None) -> str:
     if name is None:
         raise ValueError(f"--to must be given for {path}: of {', '.join(NAMES)}; or name it {', '.join(SUFFIXES)}")
     needed = next((suffix for suffix, format in SUFFIXES.items() if format == name and name != "mask"), None)
-    if by_name is None and needed is not None:  # `read` recognises the format by this suffix
+    if by_name is None and needed is not None:
         raise ValueError(f"{path} must be called {needed} for --to {name}")
     if by_name is not None and by_name != name:
         raise ValueError(
@@ -158,7 +157,7 @@ def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
     if path.suffix == ".npy":
         return _made_of(path, lambda: BlockMask.from_dense(_dense(path), block=block))
     members = archives.members(path)
-    if path.suffix == ".npz" and "numbers.npy" not in members:  # files of BlockMask.save have this member
+    if path.suffix == ".npz" and "numbers.npy" not in members:
         from scipy import sparse
 
         def made() -> BlockMask:
@@ -181,7 +180,6 @@ def _stored(path: Path) -> BlockMask:
 
 
 def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
-    """`made()`; turns the errors of damaged files and other contents, which are of any kind, into ValueError."""
     try:
         return made()
     except OSError:
@@ -192,7 +190,7 @@ def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
 
 
 def _dense(path: Path) -> np.ndarray[Any, Any]:
-    """The array of a .npy file. It is memory-mapped first, because its header may state any size."""
+    """The array of a .npy file, memory-mapped first, because its header may state any size."""
     return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
 
 

@@ -32,10 +32,6 @@ def mask_of(
     >>> mask_of("local(1024, window=256) & causal(1024)")
     BlockMask(1024 x 1024, blocks of 128, 15 tiles: 0 full + 15 partial (2 distinct), density 11.8 %)
 
-    text: a path, or an expression of the functions of sparseflash.masks, `BlockMask`, `torch` and the names in
-    `sources`. sources: Python files, or modules, whose public names the expression may use. names: further names, which
-    come first; hint: what the message for an unknown name ends with, instead of a word about `--from`.
-
     Raises Refused if the text does not give a mask; errors inside the user's own functions propagate unchanged.
     """
     if is_file(text):
@@ -107,9 +103,7 @@ def needed(function: Callable[..., Any]) -> list[str]:
 
 
 def is_file(text: str) -> bool:
-    """Whether the text names a file. An expression may exceed the file system's limit on names, which raises
-    OSError.
-    """
+    """An expression may exceed the file system's limit on names, which raises OSError."""
     try:
         return Path(text).is_file()
     except OSError:

@@ -97,7 +97,6 @@ def caches() -> list[dict[str, Any]]:
 
 
 def _of_inductor() -> Path:
-    """Inductor's default folder, without importing Inductor, which takes a second."""
     import getpass
     import re
 

@@ -40,7 +40,6 @@ def mask_mod_of(mask: BlockMask) -> Rule | None:
 
 
 def _first_that_says(mask: BlockMask, rules: Iterable[Rule]) -> Rule | None:
-    """The first rule that makes compiled FlexAttention compute the mask, which has no lengths."""
     flex = interop.to_flex(mask, mask_mod=noop_mask)
     batch, heads = mask.shape[:2]
     for rule in rules:
@@ -51,7 +50,6 @@ def _first_that_says(mask: BlockMask, rules: Iterable[Rule]) -> Rule | None:
 
 
 def _guesses(mask: BlockMask) -> Iterator[Rule]:
-    """Rules that the first and the last query of the first head allow, those with the fewest operations first."""
     offset, end = mask.k_len - mask.q_len, mask.q_len - 1
     yield noop_mask  # for a mask in which no tile is partial but at the end of the sequence
     yield mask_mods.causal(offset)
@@ -63,7 +61,7 @@ def _guesses(mask: BlockMask) -> Iterator[Rule]:
         yield mask_mods.prefix(right + 1, offset)
         steps = last.diff()
         wide = (steps > 1).nonzero()[:, 0]
-        if len(wide) == 1:  # the first keys and a window
+        if len(wide) == 1:
             tokens, left = int(wide[0]) + 1, end - int(last[wide[0] + 1])
             yield mask_mods.sinks(tokens, left, offset)
             yield mask_mods.sinks(tokens, left, right)
@@ -75,7 +73,6 @@ def _guesses(mask: BlockMask) -> Iterator[Rule]:
 
 
 def _live_keys(mask: BlockMask, row: int) -> Tensor:
-    """The keys of a query of the first batch element and head, in order."""
     return mask.crop(q=(row, row + 1)).to_dense()[0, 0, 0].nonzero()[:, 0]
 
 

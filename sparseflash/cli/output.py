@@ -53,11 +53,7 @@ def say(*lines: str) -> None:
 
 
 def asked(text: str, sources: list[str] | None) -> BlockMask:
-    """The mask on the command line.
-
-    Errors in the expression are reported in one line; errors in the user's functions keep their traceback from the
-    expression on.
-    """
+    """The mask on the command line."""
     from sparseflash.cli.expression import mask_of
 
     try:
@@ -89,7 +85,7 @@ def place(device: str | None) -> torch.device:
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device} needs a GPU; PyTorch sees none")
     if chosen.type == "cuda" and chosen.index is not None:
-        torch.cuda.set_device(chosen)  # timers synchronise with the current device
+        torch.cuda.set_device(chosen)
     return chosen
 
 

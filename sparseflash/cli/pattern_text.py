@@ -31,9 +31,9 @@ def mask_of_pattern(text: str, length: int, *, block: int, named: Named | None =
     Args:
         text: one pattern; see above. Patterns of the library have blocks of `block` tokens, unless it says others.
         named: patterns that the program has names for, which come first.
-        heads: query heads, for rules by head.
+        heads: query heads, for rules by head. Raises ValueError if the text gives no mask of this length.
 
-    Raises ValueError if the text gives no mask of this length. Errors inside the user's code propagate unchanged.
+    Errors inside the user's code propagate unchanged.
     """
     text = text.strip()
     if named and text in named:
@@ -55,11 +55,10 @@ def mask_of_pattern(text: str, length: int, *, block: int, named: Named | None =
 
 
 def _called(name: str, function: Callable[..., BlockMask], length: int, block: int) -> BlockMask:
-    """A pattern of the library that is given by its name alone."""
     try:
         inspect.signature(function).bind(length, block=block)
         return function(length, block=block)
-    except TypeError:  # options are missing, or the tokens are no number
+    except TypeError:
         raise ValueError(f"{name} must be called, with n for the number of tokens: {called(name, function)}") from None
 
 
@@ -79,7 +78,7 @@ def _own(text: str, place: str, name: str, length: int, block: int, heads: int) 
 
 
 def function_of(place: str, name: str) -> Callable[..., Any]:
-    """The function of this name in a Python file or a module. Raises ValueError if it is missing."""
+    """The function of this name in a Python file or a module."""
     try:
         module = module_of(place)
     except Missing as error:
@@ -126,9 +125,6 @@ def groups(text: str, named: Collection[str]) -> list[str]:
 
     >>> groups("dense/folder/mine.py:rule|local/other/mine.py:rule", ["dense", "local"])
     ['dense', 'folder/mine.py:rule|local', 'other/mine.py:rule']
-
-    A path begins as early as a file of this name exists; if none does, after the last part that has a name or is an
-    expression.
     """
     found = list[str]()
     for union in parts(text, "|"):
@@ -139,7 +135,6 @@ def groups(text: str, named: Collection[str]) -> list[str]:
 
 
 def _between_paths(text: str, named: Collection[str]) -> list[str]:
-    """`groups` of a text without unions."""
     found, waiting = list[str](), list[str]()
     for part in parts(text, "/"):
         waiting.append(part)

@@ -62,7 +62,7 @@ def reach(mask: BlockMask, causal: bool) -> str:
     whom = "every earlier token" if causal else "every other token"
     try:
         layers = analysis.layers_to_full_reach(mask, causal=causal)
-    except ValueError as error:  # too many blocks, or lengths that no layers share
+    except ValueError as error:
         return str(error)
     if layers is None:
         hint = "" if causal else "; --causal asks about earlier tokens only"

@@ -15,9 +15,7 @@ class Missing(ValueError):
 
 
 def module_of(source: str) -> ModuleType:
-    """Imports a module by name, or runs a file whose name ends in .py as one.
-
-    Raises Missing if the file or module does not exist, or is not Python. Errors raised inside an existing module,
+    """Raises Missing if the file or module does not exist, or is not Python. Errors raised inside an existing module,
     also for imports that it lacks, propagate unchanged.
     """
     if source.endswith(".py"):
@@ -38,7 +36,7 @@ def module_of(source: str) -> ModuleType:
             if error.name != name:
                 raise
             spec = None
-        if name in sys.modules:  # by the package, which has just been imported
+        if name in sys.modules:
             continue
         if spec is None:
             raise Missing(f"there is no module {source}; a Python file ends with .py")
@@ -63,5 +61,5 @@ def _check_python(spec: ModuleSpec, source: str | Path) -> None:
     try:
         if get_code is not None:
             get_code(spec.name)
-    except (SyntaxError, ValueError) as error:  # ValueError: Python 3.10, of null bytes
+    except (SyntaxError, ValueError) as error:
         raise Missing(f"{source} must be Python source; got {error}") from None

@@ -21,8 +21,6 @@ def strip(mask: BlockMask, layers: int, *, elements: bool | None = None) -> Figu
     ['1 layer: 12.5 % reached', '2 layers: 23.8 % reached', '3 layers: 34.3 % reached']
 
     elements: as for `BlockMask.plot`. Of a mask that differs in the batch, the first element is drawn.
-
-    Raises what `analysis.reach` raises.
     """
     from matplotlib.figure import Figure
 

@@ -6,13 +6,9 @@
     out = distributed.attention(q, k, v, plan)                  # [B, H, n, D], with gradients
     loss = loss_of(plan.gather(logits))
 
-`shard` deals chunks of tokens to the ranks: equally many tokens, about as many live tiles, few remote keys (`planner`).
-From the mask's lists every rank computes the key blocks that it needs from each rank (`routes`). Only those are sent
-(`exchange`), by a collective or by copies out of other GPUs' memory (`collectives`, `peer_copies`, `transport_choice`),
-before attention or in one to four parts that overlap with attention to the keys at hand; partial results are merged by
-their lse in a fixed order (`sparseflash.merge`). Alternatively heads travel (`ulysses`), or queries travel to their
-keys (`queries`). The cost model (`costs`) chooses; `plan.explain()` prints it (`explain`). Score modifications and
-dropout take positions in the whole sequence (`positions`, `scores`, `dropout`).
+`planner` deals chunks of tokens to the ranks: equally many tokens, about as many live tiles, few remote keys. From the
+mask's lists every rank computes the key blocks that it needs from each rank (`routes`); these are sent (`exchange`), or
+heads (`ulysses`) or queries (`queries`) travel. The cost model (`costs`) chooses.
 """
 
 from sparseflash.distributed.attention import attention as attention

@@ -11,7 +11,7 @@ import torch.distributed as dist
 def check_agreement(parts: dict[str, object], group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises ValueError on every rank unless the parts, by name, are the same on all ranks of the group.
 
-    One gather of eight bytes a part. Parts are compared by their repr.
+    One gather of eight bytes a part.
     """
     digests = [hashlib.blake2b(repr(part).encode(), digest_size=8).digest() for part in parts.values()]
     mine = torch.tensor([int.from_bytes(each, "little", signed=True) for each in digests], device=device)

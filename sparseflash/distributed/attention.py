@@ -153,8 +153,6 @@ def attention(
 
 @dataclass(eq=False)
 class _Call:
-    """A call's arguments besides tensors. `changes`, `dropout`: of the whole problem."""
-
     plan: ShardPlan
     scale: float
     changes: Scores
@@ -165,7 +163,6 @@ class _Call:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, changes: Scores | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` on this rank."""
         if dropout is not None:
             return attend(q, k, v, mask, self.scale, dropout, changes, self.backend)
         return local_attention(
@@ -183,7 +180,6 @@ class _Call:
     def attention_of_stage(
         self, q: Tensor, k: Tensor, v: Tensor, stage: Stage, travelling: Side
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` of a stage, without a sink; `travelling`: the tensors in the stage's slots."""
         changes, dropout = self.changes.without("sink"), self.dropout
         if self.needs_positions:
             if stage.positions is None:
@@ -272,7 +268,7 @@ def _check_ranks_agree(
     q: Tensor, k: Tensor, v: Tensor, call: _Call, shape: Shape, options: tuple[object, ...], dropped: int,
     seed: int | Tensor | None,
 ) -> None:  # fmt: skip
-    """Compares the first call of each kind. All ranks remember the same calls, so that all or none compare."""
+    """All ranks remember the same calls, so that all or none compare."""
     plan, learned = call.plan, call.changes.tensors()
     gradients = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v, *learned))
     changes = call.changes.described(), tuple((tuple(x.shape), x.dtype) for x in learned)

@@ -28,10 +28,7 @@ FEW_QUERIES = 0.125
 
 @dataclass(frozen=True)
 class Machine:
-    """The speed of a rank: operations of attention, bytes sent (and as many received) and memory bytes, a second.
-
-    `latency`: seconds that an exchange takes besides its bytes; `overlaps`: whether attention runs meanwhile.
-    """
+    """`latency`: seconds that an exchange takes besides its bytes; `overlaps`: whether attention runs meanwhile."""
 
     name: str
     flops: float
@@ -72,7 +69,6 @@ class Shape:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a key and a value of one head."""
         return (self.dim + self.v_dim) * self.dtype.itemsize
 
     @property
@@ -136,13 +132,12 @@ class Traffic:
 
     @cached_property
     def busiest(self) -> Integers:
-        """The larger of the keys that each rank sends and receives."""
         return np.maximum(self.sent, self.received)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way to run a call. Bytes are of one forward pass; seconds of forward and backward."""
+    """Bytes are of one forward pass; seconds of forward and backward."""
 
     strategy: str
     stages: int
@@ -233,7 +228,7 @@ def heads_travel(
     passes = 1 + BACKWARD_BYTES
     share = shape.batch / ranks
     q, k = q_tokens * share * shape.heads, k_tokens * share * shape.kv_heads
-    out_q, out_k = (q.sum() - q), (k.sum() - k)  # the tokens of other ranks
+    out_q, out_k = (q.sum() - q), (k.sum() - k)
     item = shape.dtype.itemsize
     sent = ((ranks - 1) * q * shape.dim + out_q * shape.v_dim) * item + (ranks - 1) * k * shape.key_bytes
     received = (out_q * shape.dim + (ranks - 1) * q * shape.v_dim) * item + out_k * shape.key_bytes

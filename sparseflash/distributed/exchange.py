@@ -38,9 +38,8 @@ class Sent:
 
 @dataclass(eq=False)
 class Transfers:
-    """The running exchanges of one route.
-
-    `kept`, `returned`: of the backward, for each stage: gradients of its kept keys, and of keys that were sent back.
+    """`kept`, `returned`: of the backward, for each stage: gradients of its kept keys, and of keys that were sent
+    back.
     """
 
     route: Route
@@ -51,7 +50,6 @@ class Transfers:
     returned: dict[Stage, tuple[list[Tensor], Wait]] = field(default_factory=dict)
 
     def room(self, tensors: Sequence[Tensor]) -> int:
-        """The bytes that the exchanges of tensors take in a buffer (`transport.room_of`)."""
         sizes = [x.shape[-1] * x.element_size() for x in tensors]
         return sum(room_of(stage.between(), sizes) for stage in self.route.exchanging)
 
@@ -82,9 +80,7 @@ def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Ten
 
 
 def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a stage, `[B, H, slots, D]` each, once they have arrived; unused slots are 0. `local`: this rank's
-    tensors.
-    """
+    """The tensors of a stage, `[B, H, slots, D]` each, once they have arrived; unused slots are 0."""
     # The gradients of local tensors do not go this way: see `Transfers.kept`.
     held = [x.detach() for x in local]
     return list(_Arrive.apply(transfers, stage, held, *pending))  # type: ignore[no-untyped-call]
@@ -136,7 +132,7 @@ class _Arrive(Function):
         ctx: Any, transfers: Transfers, stage: Stage, local: list[Tensor], *pending: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.transfers, ctx.stage = transfers, stage
-        ctx.kept = sum(stage.own.counts) // local[0].shape[:2].numel()  # tokens of a head
+        ctx.kept = sum(stage.own.counts) // local[0].shape[:2].numel()
         transfers.waits.pop(stage)()
         found = []
         for values, x in zip(pending, local, strict=True):
@@ -154,7 +150,7 @@ class _Arrive(Function):
         remote = [flat(gradient[:, :, stage.kept :]) for gradient in gradients]
         transfers.returned[stage] = transfers.start(remote, stage, back=True)
         transfers.kept[stage] = [flat(gradient[:, :, : ctx.kept]) for gradient in gradients]
-        return None, None, None, *(None for _ in gradients)  # `_Start` takes the gradients that were sent back
+        return None, None, None, *(None for _ in gradients)
 
 
 class _Share(Function):

@@ -75,7 +75,6 @@ class PeerCopies:
         return received, lambda: self._wait_for(event)
 
     def _placed(self, tensors: Sequence[Tensor], message: Message, table: Integers) -> tuple[PeerMemory, list[int]]:
-        """Lays the rows into the buffer: the buffer, and where in it the rows of each tensor begin."""
         row_bytes = [_row_bytes(x) for x in tensors]
         *offsets, room = places_of(table, row_bytes)
         memory = self._make_room(room)
@@ -91,7 +90,6 @@ class PeerCopies:
         return memory, places
 
     def _make_room(self, room: int) -> PeerMemory:
-        """The buffer, with at least `room` bytes left."""
         if self.stream is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "transport must be 'collective' to record CUDA graphs; replays would not know of each other's rows in "
@@ -103,7 +101,7 @@ class PeerCopies:
                 self._until_nobody_reads(memory)
                 if self.stream is not None:
                     torch.cuda.current_stream(self.stream.device).synchronize()
-            memory = self.memory = None  # frees it
+            memory = self.memory = None
             memory = self.memory = self.allocate(room)
             self.used = 0
         elif self.used + room > memory.size:
@@ -124,7 +122,6 @@ class PeerCopies:
             self._last = torch.cuda.current_stream(self.stream.device).record_event()
 
     def _copied(self) -> torch.cuda.Event | None:
-        """When the copies that have been started so far have ended."""
         return None if self.stream is None else self.stream.record_event()
 
     def _wait_for(self, event: torch.cuda.Event | None) -> None:

@@ -154,7 +154,6 @@ class ShardPlan:
 
     @cached_property
     def _turned(self) -> tuple[BlockMask, Readers, Loads]:
-        """The transposed mask, which key ranks read which queries, and the live tiles of each rank's keys."""
         mask, assignment = self.mask.transpose(), turned(self.assignment)
         readers = Readers.of(mask, assignment, self.ranks)
         return mask, readers, Loads.of(mask, assignment, readers)
@@ -188,12 +187,10 @@ class ShardPlan:
         return self._once(("heads", heads, device), lambda: self.mask.select(heads=mine).to(device))
 
     def positions_of(self, side: Side) -> Positions:
-        """`positions` or `key_positions`, for any device."""
         tokens = self.positions if side == "queries" else self.key_positions
         return self._once(("positions", side), lambda: Positions(tokens, self._shards(side).length))
 
     def heads_refused(self, shape: Shape) -> str:
-        """Why heads cannot travel; empty if they can."""
         if self.transport == "peer":
             return "they travel by collectives, and transport is 'peer'"
         if shape.kv_heads % self.ranks:
@@ -201,7 +198,6 @@ class ShardPlan:
         return ""
 
     def estimates(self, shape: Shape, machine: Machine | None = None) -> list[Estimate]:
-        """The cost of the plan's strategies by the model: keys in each number of stages, queries, heads."""
         machine = machine or self.machine()
         q_tokens, k_tokens = np.array(self.queries.counts), np.array(self.keys.counts)
         found = []
@@ -219,7 +215,6 @@ class ShardPlan:
         return found
 
     def chosen(self, shape: Shape, machine: Machine | None = None) -> Estimate:
-        """The cheapest of `estimates`, the first if several are."""
         if self.strategy == "heads" and self.heads_refused(shape):
             raise ValueError(
                 f"strategy must be 'keys', 'queries' or 'auto' for this call, as heads cannot be shared out: "

@@ -41,7 +41,6 @@ class Assignment:
 
     @property
     def digest(self) -> str:
-        """Equal for equal assignments, in every process."""
         digest = hashlib.blake2b(digest_size=8)
         for shards in (self.queries, self.keys):
             digest.update(repr((shards.length, shards.chunk)).encode() + shards.rank_of_chunk.tobytes())
@@ -50,8 +49,9 @@ class Assignment:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """The mask over chunks. `area`: float64 `[Cq, Ck]`, live tiles of each pair, in shares of all heads and batch
-    elements; `packed`: uint8 `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile."""
+    """`area`: float64 `[Cq, Ck]`, live tiles of each pair, in shares of all heads and batch elements; `packed`: uint8
+    `[Cq, ceil(Ck / 8)]`, a bit for each pair with a live tile.
+    """
 
     area: NDArray[np.float64]
     packed: NDArray[np.uint8]
@@ -131,10 +131,6 @@ def shares_of_tiles(mask: BlockMask, counts: Integers) -> NDArray[np.float64] | 
 
 
 def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Integers]]:
-    """Names of assignments, and the rank of each chunk: every rank has as many chunks, or one less than others.
-
-    same: keys are assigned like queries.
-    """
     count = len(work.rows)
     runs = contiguous(count, ranks)
     yield "contiguous", runs
@@ -175,7 +171,6 @@ def _quotas(count: int, ranks: int) -> Integers:
 
 
 def _dealt(area: NDArray[np.float64], ranks: int) -> Integers:
-    """Chunks in descending order of area, dealt forth and back."""
     order = np.argsort(-area, kind="stable")
     turn, rank = np.divmod(np.arange(len(area)), ranks)
     dealt = np.empty_like(order)

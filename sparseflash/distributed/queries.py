@@ -28,11 +28,7 @@ def turned(assignment: Assignment) -> Assignment:
 def query_stages(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, *, same_slots: bool
 ) -> Route:
-    """The attention of local queries, and of received queries, to local keys.
-
-    `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head; `same_slots`: as for
-    `stages_of`.
-    """
+    """The attention of local queries, and of received queries, to local keys."""
     route = stages_of(mask, turned(assignment), readers, rank, heads, 1, same_slots=same_slots)
     return Route([replace(stage, mask=stage.mask.transpose()) for stage in route.stages])
 
@@ -70,8 +66,6 @@ class _Return(Function):
 
 
 class _MergeRows(Function):
-    """`merge._Merge` where each part but the first has some of the rows."""
-
     @staticmethod
     def forward(
         ctx: Any, transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
@@ -112,7 +106,7 @@ def _merge(
     lses, outs = lse_rows.split(sent.counts), out_rows.split(sent.counts)
     highest = lse.reshape(-1).clone()
     for some, values in zip(rows, lses, strict=True):
-        highest[some] = torch.maximum(highest[some], values)  # no row comes twice from one rank
+        highest[some] = torch.maximum(highest[some], values)
     safe = highest.masked_fill(highest == -torch.inf, 0.0)
     share = torch.exp(lse.reshape(-1) - safe)
     shares = [torch.exp(values - safe[some]) for some, values in zip(rows, lses, strict=True)]

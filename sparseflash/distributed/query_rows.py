@@ -30,7 +30,7 @@ class _Take(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         some, whole = gradients
         (rows,) = ctx.saved_tensors
-        return whole.index_copy_(2, rows, some), None  # attention made it for this alone; it is 0 in these rows
+        return whole.index_copy_(2, rows, some), None
 
 
 class _Put(Function):

@@ -36,7 +36,6 @@ class Rows:
         return bool((self.starts == self.sizes.cumsum() - self.sizes).all())
 
     def are_all(self, count: int) -> bool:
-        """Whether these are all of `count` rows, in their order."""
         return sum(self.counts) == count and self._are_in_order
 
     def taken(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -102,7 +101,6 @@ class Additions:
         return first.index_copy_(0, touched, sums.to(first.dtype))
 
     def _are_disjoint(self, begin: int) -> bool:
-        """Whether no row comes twice, from tensor `begin` on."""
         if begin not in self._disjoint:
             some = self.rows[begin:]
             starts, sizes = (np.concatenate([getattr(rows, name) for rows in some]) for name in ("starts", "sizes"))
@@ -112,8 +110,6 @@ class Additions:
         return self._disjoint[begin]
 
     def _places(self, begin: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """`(touched, places)`: the rows that are added to, and where among them the rows of each tensor are."""
-
         def made() -> tuple[Tensor, list[Tensor]]:
             rows = self._by_rank(begin, [rows.on(device) for rows in self.rows])
             touched = torch.cat(rows).unique()

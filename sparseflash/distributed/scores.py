@@ -22,7 +22,7 @@ from sparseflash.scores.sink import Sink
 from sparseflash.scores.softcap import Softcap
 from sparseflash.scores.temperature import Temperature
 
-_of_heads = BoundedDict(32)  # functions of some heads, kept as in `with_positions`
+_of_heads = BoundedDict(32)
 
 
 def tells_positions(changes: Scores) -> bool:
@@ -112,8 +112,6 @@ def _taken(x: Tensor, dim: int, positions: Tensor) -> Tensor:
 
 
 def _from_head(function: Function, first: int) -> Function:
-    """A function of all heads as a function of the heads from `first` on; without its tensors."""
-
     def moved(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
             return change(score, b, h + first, q, k, *tensors)

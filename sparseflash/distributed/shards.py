@@ -48,7 +48,6 @@ class Shards:
 
     @cached_property
     def counts(self) -> list[int]:
-        """The number of tokens of each rank."""
         chunks = np.bincount(self.rank_of_chunk, minlength=self.ranks) * self.chunk
         chunks[self.rank_of_chunk[-1]] -= len(self.rank_of_chunk) * self.chunk - self.length
         counts: list[int] = chunks.tolist()

@@ -1,8 +1,4 @@
-"""One rank's work: the exchanges of keys, and the attention to the keys of each.
-
-Every rank computes the same table of readers from the whole mask (`routes`), and from it the rows that it sends and
-receives, in NumPy on lists of tiles.
-"""
+"""One rank's work: the exchanges of keys, and the attention to the keys of each."""
 
 from __future__ import annotations
 
@@ -100,8 +96,6 @@ def stages_of(
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """A mask from one rank's point of view."""
-
     mask: BlockMask
     assignment: Assignment
     readers: Readers
@@ -149,7 +143,6 @@ class _Work:
         return Positions(keys.positions(self.rank), keys.length)
 
     def local(self, rows: Booleans | None = None) -> Stage:
-        """Attention to local keys, of all queries or of these block rows; the other queries see nothing."""
         mask = self.entries.mask(self.stage_of == 0, self.place, self.tokens, rows)
         none = _none(self.readers.ranks)
         return Stage(
@@ -157,7 +150,6 @@ class _Work:
         )  # fmt: skip
 
     def exchange(self, number: int, same_slots: bool) -> Stage:
-        """The attention to keys that come with one of the exchanges."""
         slot, slots = self._slots(number, same_slots, 1)
         mask = self.entries.mask(self.stage_of == number + 1, slot, slots * self.mask.block_k)
         return Stage(
@@ -166,7 +158,7 @@ class _Work:
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
-        """The attention of block rows to all their keys; if few have remote keys, then the attention of the others.
+        """The attention of block rows to all their keys; if few have remote keys, then of the others.
 
         The others attend first only if the exchange needs no multiprocessors. A collective started after attention
         waits until attention ends; started before, it blocks attention while it waits for the other rank.
@@ -209,7 +201,6 @@ class _Work:
         return needed.cumsum(1) - 1, max(least, int(needed.sum(1).max()))
 
     def _positions(self, number: int, same_slots: bool, slots: int) -> Positions | None:
-        """The positions of the tokens in the slots of an exchange; arbitrary in the rest of `slots` blocks."""
         needed = self._needed(number, same_slots)
         if (needed != needed[0]).any():
             return None
@@ -219,7 +210,6 @@ class _Work:
         return Positions(torch.from_numpy(in_blocks(blocks, self.mask.block_k)), self.mask.k_len)
 
     def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
-        """The rows that this rank sends and receives in an exchange."""
         outgoing, incoming = (
             [_part(each, self.stages, number) for each in some] for some in (self.outgoing, self.incoming)
         )
@@ -268,5 +258,4 @@ def _none(ranks: int) -> Rows:
 
 
 def _parts(count: int, parts: int) -> Integers:
-    """The part that each of `count` items belongs to, in order and of nearly equal sizes."""
     return np.arange(count) * parts // max(count, 1)

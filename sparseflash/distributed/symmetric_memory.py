@@ -31,7 +31,7 @@ class SymmetricMemory:
             self.buffer if rank == dist.get_rank(group) else self.handle.get_buffer(rank, (size,), torch.uint8)
             for rank in range(dist.get_world_size(group))
         ]
-        timeout = group._get_backend(device).options._timeout  # the limit of a collective of the group
+        timeout = group._get_backend(device).options._timeout
         self.timeout_ms = round(1e3 * timeout.total_seconds())
 
     def of(self, rank: int) -> Tensor:

@@ -1,7 +1,4 @@
-"""The interface of a transport, which carries rows from rank to rank in an exchange.
-
-`collectives` and `peer_copies` implement it; `transport_choice` chooses between them.
-"""
+"""The interface of a transport, which carries rows from rank to rank in an exchange."""
 
 from __future__ import annotations
 
@@ -23,9 +20,7 @@ _ALIGNMENT = 128  # bytes: a multiple of every dtype's size, as views of the buf
 
 @dataclass(frozen=True)
 class Message:
-    """The rows that go between ranks in one exchange.
-
-    `taken`: the rows of a tensor that are sent, for rank 0 first; None if the tensor has just these; `outgoing`,
+    """`taken`: the rows of a tensor that are sent, for rank 0 first; None if the tensor has just these; `outgoing`,
     `incoming`: rows for and from each rank; `between`: int64 `[from, to]`, the rows of all ranks, counted when called.
     """
 
@@ -36,10 +31,7 @@ class Message:
 
 
 class Transport(Protocol):
-    """One way to send rows between the ranks of a group, which all make the same calls in the same order.
-
-    `overlaps`: whether attention runs at full speed meanwhile.
-    """
+    """`overlaps`: whether attention runs at full speed meanwhile."""
 
     overlaps: bool
 

@@ -29,7 +29,6 @@ def to_tokens(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -
 
 
 def _exchange(parts: list[Tensor], shapes: list[torch.Size], group: dist.ProcessGroup, sent: Sent) -> list[Tensor]:
-    """Sends a part to each rank and returns the received parts, of these shapes; the last dimension is common."""
     rank, width = dist.get_rank(group), parts[0].shape[-1]
     data = torch.cat([part.reshape(-1, width) for part in parts])
     counts_out = [part.numel() // width for part in parts]

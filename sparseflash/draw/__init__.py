@@ -3,9 +3,6 @@
 >>> from sparseflash import draw, masks
 >>> draw.shares(masks.causal(64, block=16), rows=2, cols=2).live.tolist()
 [[0.515625, 0.0], [1.0, 0.515625]]
-
-All three use `panels`, which finds the distinct pictures that the heads and batch elements need, and `shares`, the live
-share of each cell of a coarse grid, computed from the list of live tiles.
 """
 
 from sparseflash.draw.cells import Shares as Shares

@@ -76,7 +76,6 @@ def shares(
     live, full = _live_scores(mask, i, j, tile, lengths)
     shape = (-(-row_blocks // step[0]), -(-col_blocks // step[1]))
     cell = (i // step[0] * shape[1] + j // step[1]).numpy()
-    # Counts stay below 2^53, so float64 sums are exact.
     weights = live.double().numpy()
     in_all = np.bincount(cell, weights, minlength=shape[0] * shape[1]).reshape(shape)
     in_full = np.bincount(cell, weights * full.numpy(), minlength=shape[0] * shape[1]).reshape(shape)
@@ -96,12 +95,10 @@ def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(blocks: int, most: int) -> int:
-    """The smallest power of two of blocks per cell that needs at most `most` cells."""
     return 1 << max(-(-blocks // most) - 1, 0).bit_length()
 
 
 def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
-    """The tokens of each cell along one side: `size`, except for the last."""
     starts = np.arange(cells) * size
     return np.minimum(length - starts, size).astype(np.float64)
 

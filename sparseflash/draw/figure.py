@@ -83,12 +83,12 @@ def plot(
     drawn = found[:most]
     side = _PANEL_INCHES if len(drawn) > 1 else 1.5 * _PANEL_INCHES
     cols = min(len(drawn), 4)
-    if by_head and len(drawn) > 1:  # the heads of a batch element in whole rows, if their number allows it
+    if by_head and len(drawn) > 1:
         of_element = len(found) // len(chosen("batch", batch, mask.shape[0]))
         cols = next((n for n in range(min(8, of_element), 3, -1) if of_element % n == 0), min(8, of_element))
         side = _PANEL_INCHES * min(1.0, 4 / cols)
     rows = -(-len(drawn) // cols)
-    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # height over width of a panel
+    shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)
     size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
     figure = Figure(figsize=(cols * size[0] + 0.4, rows * size[1] + 1.5), dpi=130, layout="constrained")
     axes = list(figure.subplots(rows, cols, squeeze=False).flat)
@@ -108,7 +108,6 @@ def plot(
 
 
 def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) -> list[tuple[str, str]]:
-    """Draws one panel; returns the colours and meanings for the legend."""
     down: float = mask.q_len
     across: float = mask.k_len
     if elements:
@@ -143,7 +142,6 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
 
 
 def _mean(mask: BlockMask, found: Shares) -> float:
-    """The live share of all scores, computed from the shares of the cells."""
     sides = []
     for count, step, block, length in zip(
         found.full.shape, found.step, (mask.block_q, mask.block_k), (mask.q_len, mask.k_len)
@@ -180,7 +178,6 @@ def _patches(meanings: list[tuple[str, str]]) -> list[object]:
 
 
 def _label(axis: Axis, length: int, block: int) -> None:
-    """Labelled ticks at the quarters, in tokens, and minor ticks at the tile boundaries."""
     at = sorted({round(length * quarter / 4) for quarter in range(5)})
     axis.set_ticks(at, _numbers(at))
     if -(-length // block) <= _MOST_GRID:

@@ -53,7 +53,7 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
                 "title": panel.title,
                 "rows": cells.live.shape[0],
                 "cols": cells.live.shape[1],
-                "height": cells.step[0] * mask.block_q,  # tokens of a cell
+                "height": cells.step[0] * mask.block_q,
                 "width": cells.step[1] * mask.block_k,
                 "at": _packed((rows * cells.live.shape[1] + cols).astype("<u4")),
                 "live": _packed(cells.live[rows, cols].astype("<f4")),

@@ -82,7 +82,7 @@ def chosen(name: str, choice: Choice, count: int) -> list[int]:
     """The numbers of a choice among `count`, each once, in its order."""
     if choice is None:
         return list(range(count))
-    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0  # a tensor of no dimensions is one
+    several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0
     try:
         numbers = [integer(n, name, "") for n in (choice if several else [choice])]  # type: ignore[union-attr]
     except TypeError:

@@ -46,7 +46,6 @@ def kinds(mask: BlockMask, pattern: int = 0, *, lengths: tuple[int, int] | None 
 
 
 def _padded(drawn: torch.Tensor, q_stop: int, k_stop: int, block_q: int, block_k: int) -> torch.Tensor:
-    """Makes scores past the ends dead, and full tiles that an end cuts partial."""
     q, k = torch.arange(drawn.shape[0], device="cpu")[:, None], torch.arange(drawn.shape[1], device="cpu")
     first_q, first_k = q // block_q * block_q, k // block_k * block_k
     inside = (q < q_stop) & (k < k_stop)

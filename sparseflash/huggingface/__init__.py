@@ -84,7 +84,7 @@ def _check_takes_a_module(pattern: Callable[..., Any]) -> None:
     """Refuses a function of lengths, which layers of sparseflash.nn take, and a rule, which `from_function` takes."""
     try:
         parameters = inspect.signature(pattern).parameters.values()
-    except ValueError:  # some C functions have no known signature
+    except ValueError:
         return
     names = [each.name for each in parameters]
     needed = [each for each in parameters if each.default is each.empty and each.kind not in _COLLECTS]

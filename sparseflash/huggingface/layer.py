@@ -21,7 +21,6 @@ from sparseflash.scores.softcap import softcap as softcap_of_scores
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
 
-# Arguments of models that ask for neither a mask nor a score modification.
 _UNKNOWN = {
     "sinks": "a sink for each query",
     "indices": "keys that it chooses itself",
@@ -53,11 +52,9 @@ class Attention:
         position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`.
-
-        s_aux: attention sinks, one score per head that takes part in the softmax but has no value. softcap: of the
-        scores. position_bias: `[1, H, N, Nk]`, added to the scores, as are the finite entries of a finished
-        attention_mask.
+        """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`. s_aux: attention sinks,
+        one score per head that takes part in the softmax but has no value. softcap: of the scores. position_bias:
+        `[1, H, N, Nk]`, added to the scores, as are the finite entries of a finished attention_mask.
         """
         for name, what in _UNKNOWN.items():
             given = others.get(name)
@@ -205,7 +202,6 @@ def _parts(attention_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> Scores | None:
-    """The score modifications that a model asks for."""
     if cap is None and added is None and sinks is None:
         return None
     changes = Scores(())

@@ -18,7 +18,7 @@ from sparseflash.huggingface.rules import Rule, causal_window, fingerprint, firs
 from sparseflash.interop.sdpa import from_sdpa
 
 _KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
-_masks = BoundedDict(_KEPT)  # for later forwards, together with the plans that kernels derive from them
+_masks = BoundedDict(_KEPT)
 
 
 @dataclass(eq=False, repr=False)
@@ -26,10 +26,8 @@ class ModelMask(FlexMask):
     """The scores that a model's own rules leave live in one forward.
 
     Subclasses FlexAttention's mask only because Transformers passes such masks (and four-dimensional tensors) on
-    unchanged.
-
-    rule: of token positions; batch: the number of rows; padding: bool `[B, >= k_stop]`, True for tokens, or None.
-    queries, keys: the ranges `(start, stop)` of the tokens in the attention.
+    unchanged. rule: of token positions; batch: the number of rows; padding: bool `[B, >= k_stop]`, True for tokens, or
+    None.
     """
 
     rule: Rule
@@ -61,7 +59,6 @@ class ModelMask(FlexMask):
         return self
 
     def __getitem__(self, index: Any) -> ModelMask:
-        """The mask of a range of queries, `[:, :, start:stop, :]`."""
         whole = slice(None)
         if isinstance(index, tuple) and len(index) == 4 and isinstance(index[2], slice):
             start, stop, step = index[2].indices(self.shape[2])
@@ -79,10 +76,7 @@ class ModelMask(FlexMask):
     __radd__ = __add__
 
     def decoding(self, pattern: BlockMask | None, q: Tensor, k: Tensor) -> dict[str, Any] | None:
-        """The arguments of `attention_with_cache` for a few new tokens; None if they need a mask of their own.
-
-        Made once for all layers that share the pattern.
-        """
+        """The arguments of `attention_with_cache` for a few new tokens; None if they need a mask of their own."""
         q_len, start = q.shape[2], self.keys[0]
         fits = pattern is None or (
             start == 0 and pattern.lengths is None and q_len <= pattern.block_q
@@ -116,9 +110,8 @@ class ModelMask(FlexMask):
         return found
 
     def _padded_keys(self) -> Tensor | None:
-        """Which keys are tokens, bool `[B, n]`; None if all are, which one kernel finds out.
-
-        The room of a preallocated cache lies after the queries, where a causal rule is dead anyway: it is not read.
+        """Which keys are tokens, bool `[B, n]`; None if all are, which one kernel finds out. The room of a preallocated
+        cache lies after the queries, where a causal rule is dead anyway: it is not read.
         """
         if self.padding is None:
             return None
@@ -171,10 +164,8 @@ class ModelMask(FlexMask):
         return own if pattern is None else own & pattern
 
     def _padded(self, mask: BlockMask | None) -> BlockMask | None:
-        """The mask without padded keys.
-
-        Lengths would cut queries, too: some models read the outputs of padding, and in cross-attention the queries are
-        other tokens.
+        """Lengths would cut queries, too: some models read the outputs of padding, and in cross-attention the queries
+        are other tokens.
         """
         if self.padding is None or self._padded_keys() is None:
             return mask

@@ -14,7 +14,7 @@ from sparseflash.blockmask import BlockMask
 if TYPE_CHECKING:
     from sparseflash.huggingface.model_mask import ModelMask
 
-Rule = Callable[[Any, Any, Any, Any], Any]  # (batch, head, query, key), as in FlexAttention's mask_mod
+Rule = Callable[[Any, Any, Any, Any], Any]
 
 _RULES = "transformers.masking_utils"
 

@@ -5,9 +5,9 @@
 >>> from_scipy(to_scipy(mask), block=64) == from_flashmask(*to_flashmask(mask)[:1], causal=True, block=64) == mask
 True
 
-Each conversion is exact: the same scores are live. A mask that a format cannot represent raises a ValueError with the
-reason and the first place where it occurs. On the way out, `lengths` (padding) become part of the pattern. A library is
-imported only when its function is called; sparseflash itself requires only SciPy and PyTorch of them.
+A mask that a format cannot represent raises a ValueError with the reason and the first place where it occurs. On the
+way out, `lengths` (padding) become part of the pattern. A library is imported only when its function is called;
+sparseflash itself requires only SciPy and PyTorch of them.
 
 | library | out | in | cannot represent |
 |---|---|---|---|
@@ -43,9 +43,6 @@ libraries is needed:
 | `interop.fastvideo` | `block_sparse_attn_from_indices` |
 | `interop.vllm` | `flash_attn_varlen_func`, over block tables |
 | `interop.sglang` | `flash_attn_with_kvcache`, over page tables; `decode_attention`, over pools of tokens |
-
-These need the library: `interop.torchtitan` (`SparseAttention`, an inner attention) and `interop.megatron`
-(`SparseDotProductAttention`, a core attention).
 """
 
 # `attention` and layers use this package. So modules with whole functions, which import `attention`, are imported on

@@ -61,7 +61,6 @@ def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _sorted(k: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys sorted, and the permutation that sorts them, with the queries of each key ascending."""
     by_query = torch.argsort(q)
     keys, by_key = torch.sort(k[by_query], stable=True)
     return keys, by_query[by_key]

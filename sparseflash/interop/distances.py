@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.scores.expression import Node
 from sparseflash.scores.tracing import Recorded
 
-Affine = tuple[int, int, int]  # factors of q and k, and a constant
+Affine = tuple[int, int, int]
 
 _EXACT = 2**24  # integers up to it are the same in fp32
 _CPU = torch.device("cpu")
@@ -42,7 +42,6 @@ def by_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> Tensor | 
             follows[number] = of_these or (node.op == "load" and _is_constant_along_diagonals(found, node, lengths))
     if not follows[at]:
         return None
-    # One score for each distance stands for all. On the CPU a place outside a tensor is an error that can be caught.
     distances = torch.arange(1 - k_len, q_len, device=_CPU)
     none = torch.zeros((), dtype=torch.int64, device=_CPU)
     score = torch.zeros((), dtype=torch.float32, device=_CPU)
@@ -57,7 +56,6 @@ def by_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> Tensor | 
 
 
 def _affines(found: Recorded, at: int, lengths: tuple[int, int]) -> dict[int, Affine | None]:
-    """`affine` of a node and of every node that it depends on, in their order."""
     made: dict[int, Affine | None] = {}
     for number in sorted(found.expression.reads(at)):
         node = found.expression.nodes[number]

@@ -57,7 +57,7 @@ def flash_attn_with_kvcache(
     batch, heads, q_len, dim = queries.shape
     check_window(window_size)
     left, right = (None if side is None or side < 0 else side for side in window_size)
-    if cache_batch_idx is not None:  # rows of a cache are pages as long as the cache
+    if cache_batch_idx is not None:
         block_table = cache_batch_idx[:, None]
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     refuse_unless(k is None or cache_seqlens is not None, "cache_seqlens", "given with new keys", None)
@@ -126,7 +126,6 @@ def rotated(
 
 
 def _write(cache: Tensor, new: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
-    """Writes new tokens behind the old ones, in place."""
     at = lengths.long()[:, None] + torch.arange(new.shape[1], device=new.device)  # [B, n]
     if block_table is None:
         rows = torch.arange(len(lengths), device=new.device)[:, None]

@@ -39,7 +39,6 @@ def to_flashinfer(mask: BlockMask, *, batch: int | None = None, head: int | None
     M=32, N=32, R=16, C=16, mask=None)
 
     Args:
-        mask: any mask whose blocks divide the lengths.
         batch, head: select the pattern if there are several, because a plan has one mask for all heads.
 
     The `mask` of the result is None if every tile is full; otherwise it takes `block_q * block_k` bytes per tile.

@@ -62,9 +62,7 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
         causal: the form of the result; by default True if the mask has as many queries as keys and no live score above
             the diagonal. FlashMask numbers queries from the top in both forms.
         kv_heads: the number of key-value heads, if FlashMask needs one mask for each of them; the query heads of a
-            group must then agree.
-
-    Raises ValueError, naming the first key, if the mask cannot be represented.
+            group must then agree. Raises ValueError, naming the first key, if the mask cannot be represented.
     """
     mask = checked_mask(mask).bake_lengths()
     causal = None if causal is None else flag(causal, "causal")
@@ -154,9 +152,6 @@ def from_flashmask(
     return mask_of_patterns(q_len, k_len, block_q, block_k, parts, number)
 
 
-# to FlashMask
-
-
 def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:
     """The pattern of each key-value head: int `[B or 1, kv_heads or 1]`."""
     heads = pattern.shape[1]
@@ -187,9 +182,8 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     key = torch.arange(most, device=device)
     diagonal = key.clamp(max=q_len)
     if causal:
-        fits = stop[:, 0] >= key  # no live query above the diagonal
+        fits = stop[:, 0] >= key
         start = torch.maximum(start, key[:, None])
-    # Move the non-empty runs to the front.
     order = torch.argsort((stop <= start).to(torch.int8), dim=1, stable=True)
     runs_a_key = (stop > start).sum(1)
     empty = runs_a_key[:, None] <= torch.arange(2, device=device)
@@ -202,7 +196,6 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
     else:
         two = runs_a_key == 2
         fits = (runs_a_key < 2) | (two & (first_stop <= diagonal + 1) & (second >= diagonal))
-        # A single run lies below the diagonal, above it, or is split by it.
         above = two | (first_stop <= diagonal + 1)
         below = ~two & (first >= diagonal)
         lower = torch.where(above, second, torch.maximum(first, diagonal)).where(~below, first)
@@ -222,9 +215,6 @@ def _bounds(mask: BlockMask, runs: tuple[Tensor, Tensor, int], causal: bool, pla
             f"{'all masked' if causal else 'one'} above it for every key; got {found} for key {k} of {place}."
         )
     return bounds
-
-
-# from FlashMask
 
 
 def _intervals(bounds: Tensor, causal: bool, q_len: int) -> list[tuple[Tensor, Tensor]]:

@@ -32,7 +32,6 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
     [[[[True, False, False], [True, True, False], [True, True, True]]]]
 
     Args:
-        mask: any mask.
         mask_mod: `mask_mod(b, h, q, k)`, a rule that says which scores of partial tiles are live, such as
             `lambda b, h, q, k: k <= q` for a causal mask. By default the result looks them up in the bits of `mask`. A
             rule is faster, because it reads no memory. It must agree with the mask; this is not checked.
@@ -41,9 +40,8 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
     same shapes.
 
     FlexAttention's format is dense in tiles: four lists with `Mq * Mk` entries of 4 bytes for each head, and for the
-    lookup as many entries for each pattern. That is megabytes where the mask here has kilobytes. If the mask has
-    lengths (padding), each sequence becomes a pattern of its own. Compiled FlexAttention needs block sizes that are
-    multiples of its kernels' tile sizes; 128 always works.
+    lookup as many entries for each pattern. If the mask has lengths (padding), each sequence becomes a pattern of its
+    own. Compiled FlexAttention needs block sizes that are multiples of its kernels' tile sizes; 128 always works.
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -176,7 +174,6 @@ def _reads(node: Node) -> bool:
 
 
 def _size(name: str, given: int | None, listed: int, asked: bool) -> int:
-    """The number of batch elements or heads that the mask distinguishes."""
     if given is not None:
         given = integer(given, name, "")
         if given < 1 or listed not in (1, given):
@@ -192,12 +189,10 @@ def _size(name: str, given: int | None, listed: int, asked: bool) -> int:
 
 
 def _for_each(lists: Lists, sizes: Sequence[int]) -> Lists:
-    """Lists shared by all batch elements or heads, repeated for each."""
     counts, indices = lists
     shape = [size if own == 1 else own for own, size in zip(counts.shape, sizes)]
     return counts.expand(*shape, -1), indices.expand(*shape, -1, -1)
 
 
 def _four_dimensional(counts: Tensor, indices: Tensor) -> Lists:
-    """Adds missing batch and head dimensions, which means that the lists are shared."""
     return counts[(None,) * (3 - counts.ndim)], indices[(None,) * (4 - indices.ndim)]

@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 _THEIRS = ("AuxOutput", "AuxRequest", "FlexKernelOptions", "and_masks", "create_mask", "noop_mask", "or_masks")
-# FlexAttention's choices of kernels and tiles, which leave its results as they are.
 _KERNEL_CHOICES = (
     "BACKEND", "BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "BLOCKS_ARE_CONTIGUOUS",
     "FORCE_USE_FLEX_ATTENTION", "num_stages", "num_warps", "PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "USE_TMA",
     "SPLIT_KV", "WRITE_DQ", "kpack", "matrix_instr_nonkdim", "waves_per_eu",
 )  # fmt: skip
 _NUMBERS = (("batch element", "B"), ("head", "H"))
-_converted = BoundedDict(32)  # masks of FlexAttention's masks, by id, batch and heads
+_converted = BoundedDict(32)
 
 
 def __getattr__(name: str) -> Any:
@@ -96,7 +95,6 @@ def _created(
         read[:] = [one or (isinstance(x, Number) and x.is_read) for one, x in zip(read, places)]
         return answer
 
-    # `wraps` keeps the signature, which is checked.
     rule = wraps(mask_mod)(noted) if callable(mask_mod) else mask_mod
     batch, heads = (1 if n is None else n for n in numbers)
     size: Any = tuple(map(supported, block)) if isinstance(block, tuple | list) else supported(block)
@@ -170,7 +168,6 @@ def flex_attention(
 
 
 def _is_causal(mask: BlockMask | None) -> bool:
-    # Dynamo cannot trace the comparison of masks.
     is_known = torch.compiler.disable(_is_known_causal) if torch.compiler.is_dynamo_compiling() else _is_known_causal
     return mask is not None and is_known(mask)
 
@@ -192,7 +189,6 @@ def _mask(block_mask: Any, batch: int, heads: int) -> BlockMask | None:
                     f"because its mask_mod depends on the {what}; it was made with 1."
                 )
         return block_mask
-    # Dynamo cannot trace the look at what a function captures.
     convert = torch.compiler.disable(_of_theirs) if torch.compiler.is_dynamo_compiling() else _of_theirs
     return convert(block_mask, batch, heads)
 

@@ -62,7 +62,6 @@ def _layout(lists: Lists, blocks: tuple[int, ...]) -> Tensor:
 
 
 def _touched(length: int, old: int, new: int, device: torch.device) -> list[Tensor]:
-    """For each new block the old blocks that it touches: several tensors, of the first one, the next one, and so on."""
     start = torch.arange(0, length, new, device=device)
     first, last = start // old, ((start + new).clamp(max=length) - 1) // old
     return [torch.minimum(first + step, last) for step in range(-(-new // old) + 1)]

@@ -45,7 +45,7 @@ def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) 
     for name, dim, index in (("batch", 0, batch), ("head", 1, head)):
         if index is not None:
             index, count = integer(index, name, ""), pattern.shape[dim]
-            if not (0 <= index < count or (count == 1 and index >= 0)):  # 1: shared by any number
+            if not (0 <= index < count or (count == 1 and index >= 0)):
                 raise ValueError(f"{name} must lie in 0..{count - 1}; got {index}.")
             pattern = pattern.narrow(dim, 0 if count == 1 else index, 1)
     numbers = pattern.unique().tolist()

@@ -12,9 +12,7 @@ from sparseflash.scores.change import Change, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Indexed(Change, prepared=False):
-    """A change with one tensor, which may have entries for more batch elements or heads than the attention has.
-
-    In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
+    """In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
     exactly Hq entries, so the tensor is narrowed when the attention is called and its sizes are known.
     """
 

@@ -13,7 +13,10 @@ from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
 
 
 def tiles_outside(intervals: list[tuple[Tensor, Tensor]], q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one pattern. `intervals`: the queries that do not see a key, `[start, stop)`, int64 `[Nk]` each."""
+    """The tiles of one pattern.
+
+    `intervals`: the queries that do not see a key, `[start, stop)`, int64 `[Nk]` each.
+    """
     device = intervals[0][0].device
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     top = torch.arange(row_blocks, device=device)[:, None] * block_q

@@ -52,7 +52,6 @@ def _full(mask: BlockMask) -> int:
 def mask_mod(lookup: TileLookup, block_q: int, block_k: int) -> MaskMod:
     """FlexAttention's `mask_mod(b, h, q_idx, kv_idx)` of these arrays, for single numbers or broadcastable tensors."""
     pattern, table, words = lookup
-    # Strides of 0 for shared dimensions: b and h are the attention's, whatever sizes the mask has.
     batch_stride = pattern.shape[1] if pattern.shape[0] > 1 else 0
     head_stride = 1 if pattern.shape[1] > 1 else 0
     pattern = pattern.reshape(-1)

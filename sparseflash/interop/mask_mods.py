@@ -1,7 +1,6 @@
 """FlexAttention's `mask_mod` for common masks: rules of numbers, which read no memory, and rules of runs of keys.
 
-A rule takes single numbers or broadcastable tensors. Rules of numbers use operators only, no `//` of tensors and
-the like, so they also run inside kernels of CuTe.
+Rules of numbers use operators only, no `//` of tensors and the like, so they also run inside kernels of CuTe.
 """
 
 from __future__ import annotations

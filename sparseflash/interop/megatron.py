@@ -72,7 +72,7 @@ class SparseDotProductAttention(DotProductAttention):  # type: ignore[misc]
             "None with a pattern, which says what is live (create_attention_mask_in_dataloader=False)", "a tensor",
         )  # fmt: skip
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if attention_mask is None or self.scale_mask_softmax.window_size is not None:  # as in DotProductAttention
+        if attention_mask is None or self.scale_mask_softmax.window_size is not None:
             mask = self._mask(q.shape[2], k.shape[2], q.device)
         else:
             mask = from_sdpa(~attention_mask, q_len=q.shape[2])  # True: dead

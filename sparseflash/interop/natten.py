@@ -24,7 +24,6 @@ _KERNELS = ("cutlass-fna", "hopper-fna", "blackwell-fna", "flex-fna")  # NATTEN'
 
 PerAxis = int | Sequence[int] | None
 Flags = bool | Sequence[bool] | None
-# Arguments that choose NATTEN's kernels and leave its results as they are.
 _KERNEL_CHOICES = (
     "attention_kwargs", "q_tile_shape", "kv_tile_shape", "backward_q_tile_shape", "backward_kv_tile_shape",
     "backward_kv_splits", "backward_use_pt_reduction", "run_persistent_kernel", "kernel_schedule", "torch_compile",
@@ -183,7 +182,6 @@ def _order(grid: tuple[int, ...], dilation: tuple[int, ...], block: int) -> Tens
     """Tokens of one remainder together, in tiles of about `block` tokens; None: in the order of the grid."""
     if len(grid) == 1 and dilation == (1,):
         return None
-    # Sides as equal as powers of two can be, the last axes longer, and no axis longer than its tokens of a remainder.
     tile = [1] * len(grid)
     room = [-(-side // gap) for side, gap in zip(grid, dilation)]
     while math.prod(tile) < block and any(tile[axis] < room[axis] for axis in range(len(grid))):

@@ -63,7 +63,6 @@ class NeighborhoodAttention2D(_NeighborhoodAttention):
     torch.Size([2, 16, 16, 64])
 
     Args:
-        embed_dim, num_heads: embed_dim is a multiple of num_heads.
         kernel_size, stride, dilation, is_causal: as for `na2d`.
         qkv_bias: whether the projection to queries, keys and values has a bias.
         qk_scale: `1 / sqrt(head dim)` by default.

@@ -30,7 +30,6 @@ def packed_over_pages(
         seq_lens: keys of each sequence, the new ones included, integers `[B]`.
         block_table: the pages of each sequence, integers `[B, n]`.
         max_seqlen_q: the longest sequence of queries.
-        options: as for `packed_attention`.
 
     If all sequences have equally many queries, 16 at most, the decoding kernel reads the pages, and the host does not
     wait. Otherwise the keys are copied out of the pages, and the host waits for the lengths.

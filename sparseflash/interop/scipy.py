@@ -24,7 +24,6 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 
     Args:
-        mask: any mask.
         format: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
             bytes each) and must divide the lengths.
         batch, head: select the pattern if there are several.

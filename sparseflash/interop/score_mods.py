@@ -41,7 +41,6 @@ def from_score_mod(
     ('function',)
 
     Args:
-        score_mod: a function of scalar tensors.
         q_len, k_len: the lengths of the attention; k_len is q_len by default. The result is valid for these lengths
             only.
         device: of the tensors that the function reads.
@@ -54,7 +53,6 @@ def from_score_mod(
     - entries of a table at h and a bucket of the distance (`relative`): any integer that is computed from `q - k`,
       such as `table[h, k - q + Nq - 1]`, or looked up by it, such as `table[h, bucket[q - k + Nk - 1]]`, or looked up
       by `[q, k]` in a matrix that is constant along its diagonals. The buckets are computed here, once;
-    - entries of tensors at different ones of b, h, q and k (`bias`, `key_bias`).
 
     A tensor indexed by b or h may have entries for more batch elements or heads than the attention has.
 
@@ -83,7 +81,7 @@ def changes_of(
         found = recorded(score_mod, (), device, may_capture_learned=True)
         changes = _recognised(found, lengths, is_causal)
         tensors: Sequence[Tensor] = found.tensors
-    except ValueError:  # kernels raise it again; other backends take more functions
+    except ValueError:
         changes, tensors = None, Captured(score_mod).tensors
     return changes or Scores((_with_learned(score_mod, [x for x in tensors if x.requires_grad]),))
 
@@ -102,8 +100,6 @@ def _with_learned(score_mod: Callable[..., Tensor], learned: Sequence[Tensor]) -
 
 
 class _InPlaceOf(TorchFunctionMode):
-    """Passes the given tensors to PyTorch in place of captured ones, which are found by their id."""
-
     def __init__(self, places: Mapping[int, int], given: Sequence[Tensor]) -> None:
         super().__init__()
         self._places, self._given = places, given
@@ -141,7 +137,6 @@ def _recognised(found: Recorded, lengths: tuple[int, int], is_causal: Asked | No
 
 
 def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int], is_causal: Asked | None) -> Change | None:
-    """The summand of the score, if it is of a recognised kind."""
     factor, others = _factors(found.expression.nodes, at)
     if len(others) == 2:
         return _decay(found, sign * factor, others, lengths, is_causal)
@@ -151,7 +146,6 @@ def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int], is_ca
 
 
 def _factors(nodes: Sequence[Node], at: int) -> tuple[float, list[int]]:
-    """A product as a number and its other factors, at most two."""
     number, others, rest = 1.0, list[int](), [at]
     while rest and len(others) < 3:
         node = nodes[each := rest.pop()]
@@ -199,7 +193,6 @@ def _as_integer(nodes: Sequence[Node], at: int) -> int:
 
 
 def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
-    """Entries of a table at a head and an integer that is a function of the distance."""
     nodes = found.expression.nodes
     node = nodes[at]
     heads = [dim for dim, each in enumerate(node.inputs) if nodes[each].op == "h"]
@@ -210,7 +203,7 @@ def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -
         return None
     table = found.tensors[int(node.value)]
     table = table if heads[0] == 0 else table.t()
-    buckets = torch.where(buckets < 0, buckets + table.shape[1], buckets)  # as indices of tensors
+    buckets = torch.where(buckets < 0, buckets + table.shape[1], buckets)
     if not 0 <= int(buckets.min()) <= int(buckets.max()) < table.shape[1]:
         return None
     return Indexed(scores.relative(sign * table, _bucket(buckets, lengths)), "h")

@@ -22,7 +22,6 @@ def scores_of(part: Part, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
 def blocks_of(part: Part, entries: Tensor, block_q: int, block_k: int) -> Tensor:
     """The scores of the given entries of a list of tiles: bool `[n, block_q, block_k]`."""
     tile, words = part[2][entries], part[3]
-    # Unpacking takes many times the memory of its result, so it is done once per distinct tile, and in chunks.
     kinds, which = torch.unique(tile, return_inverse=True)
     repeat = len(kinds) < len(tile)
     packed = bitmask.choices(words, block_k)[kinds if repeat else tile]
@@ -44,7 +43,7 @@ def part_of_scores(q: Tensor, k: Tensor, q_len: int, k_len: int, block_q: int, b
     word = (entry * block_q + q % block_q) * row_words + k % block_k // bitmask.WORD
     bit = torch.ones_like(k, dtype=torch.int32) << (k % block_k % bitmask.WORD).to(torch.int32)
     words = torch.zeros(len(key) * block_q * row_words, dtype=torch.int32, device=q.device)
-    words.index_add_(0, word, bit)  # the sum of distinct bits is their union, also for the sign bit
+    words.index_add_(0, word, bit)
     tile = torch.arange(1, len(key) + 1, device=q.device)
     return key // col_blocks, key % col_blocks, tile, words.view(-1, block_q, row_words)
 

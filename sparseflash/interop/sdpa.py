@@ -81,7 +81,6 @@ def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
     for live in padded.view(batch * heads, col_blocks, block_k):
         some = live.any(1).nonzero()[:, 0]
         i = torch.arange(row_blocks, device=live.device).repeat_interleave(len(some))
-        # Tile t + 1 has the live keys of block column `some[t]` in each of its rows.
         kind = torch.arange(1, len(some) + 1, device=live.device).repeat(row_blocks)
         words = bitmask.pack(live[some][:, None, :].expand(-1, block_q, -1))
         parts.append((i, some.repeat(row_blocks), kind, words))

@@ -24,7 +24,6 @@ def to_torch_sparse(
     [[True, True, True], [True, True, True]]
 
     Args:
-        mask: any mask.
         layout: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
             tiles (`block_q * block_k` bytes each) and must divide the lengths.
         batch, head: select the pattern if there are several (PyTorch's batched sparse tensors would need equally many

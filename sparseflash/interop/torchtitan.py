@@ -62,15 +62,11 @@ class SparseAttention(VarlenAttention):  # type: ignore[misc]
 
 
 class SparseAttentionConverter(ModelConfigConverter):  # type: ignore[misc]
-    """Gives the layers of a model's config `SparseAttention`.
-
-    Its config: patterns, one for all layers or one for each; scores, for all layers.
-    """
+    """Gives the layers of a model `SparseAttention`. Its config: patterns, one for all layers or one for each; scores,
+    for all layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):  # type: ignore[misc]
-        """patterns: a pattern for all layers, or a list of one for each. scores: for all layers."""
-
         patterns: Any = causal
         scores: Any = None
 
@@ -78,7 +74,6 @@ class SparseAttentionConverter(ModelConfigConverter):  # type: ignore[misc]
         self._patterns, self._scores = config.patterns, config.scores
 
     def convert(self, model_config: Any) -> Any:
-        """The config, whose layers' `attention.inner_attention` are replaced."""
         layers, patterns = model_config.layers, self._patterns
         if not isinstance(patterns, Sequence):
             patterns = [patterns] * len(layers)

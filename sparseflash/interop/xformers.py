@@ -17,12 +17,10 @@ from sparseflash.interop.tokens_first import refuse_unless
 from sparseflash.masks.local import local
 from sparseflash.scaled_dot_product import live_and_bias
 
-_masks = BoundedDict(32)  # by what a bias says, lengths, block and device
+_masks = BoundedDict(32)
 
 
 class _Kind(NamedTuple):
-    """What a class of biases says about a block of queries and keys."""
-
     corner: str  # which corner the diagonal starts from
     limit: str  # "none", "causal", "window" (_window_size) or "sides" (window_left, window_right)
     has_blocks: bool
@@ -78,7 +76,7 @@ def memory_efficient_attention(
                 f"{name} must have shape [B, M, H, K], [B, M, K] or [B, M, G, H, K], as the others have; got "
                 f"{list(x.shape)}."
             )
-    if query.ndim == 5 and key.stride(3) == value.stride(3) == 0:  # expanded over the heads of a group
+    if query.ndim == 5 and key.stride(3) == value.stride(3) == 0:
         key, value = key[:, :, :, :1], value[:, :, :, :1]
     q, k, v = _heads(query), _heads(key), _heads(value)
     mask, added = _mask_and_bias(attn_bias, q, k, query.ndim, block)
@@ -98,7 +96,7 @@ def _mask_and_bias(attn_bias: Any, q: Tensor, k: Tensor, ndim: int, block: Block
     if attn_bias is None:
         return None, None
     names = [each.__name__ for each in type(attn_bias).__mro__]
-    if isinstance(attn_bias, Tensor) and "AttentionBias" not in names:  # some of xformers' classes are tensors, too
+    if isinstance(attn_bias, Tensor) and "AttentionBias" not in names:
         return _of_tensor(attn_bias, q, k, ndim, block)
     mask = mask_of_bias(attn_bias, q.shape[2], k.shape[2], block, q.device)
     if names[0] != "LowerTriangularMaskWithTensorBias":
@@ -124,7 +122,10 @@ def _of_tensor(bias: Tensor, q: Tensor, k: Tensor, ndim: int, block: Block) -> t
 def mask_of_bias(
     attn_bias: Any, q_len: int, k_len: int, block: Block = 128, device: torch.device | str = "cpu"
 ) -> BlockMask:
-    """The mask of an `AttentionBias` of xformers. Raises TypeError for another object, or one with pages."""
+    """The mask of an `AttentionBias` of xformers.
+
+    Raises TypeError for another object, or one with pages.
+    """
     names = [each.__name__ for each in type(attn_bias).__mro__]
     if names[0] not in _KINDS:
         paged = " Pages go to attention_with_cache(..., block_table=)." if "Paged" in names[0] else ""
@@ -155,7 +156,6 @@ def _limits(attn_bias: Any, kind: _Kind) -> tuple[int | None, int | None]:
 
 
 def _blocks(attn_bias: Any, q_len: int, k_len: int) -> list[tuple[int, int, int, int]]:
-    """`(first query, queries, first key, keys)` of each block."""
     q_starts, k_starts = attn_bias.q_seqinfo.seqstart_py, attn_bias.k_seqinfo.seqstart_py
     if (q_starts[-1], k_starts[-1]) != (q_len, k_len):
         raise ValueError(

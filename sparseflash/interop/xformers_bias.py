@@ -64,8 +64,6 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
 
 class _SeqLenInfo(NamedTuple):
-    """Where sequences begin, and how many of their tokens count."""
-
     seqstart_py: list[int]
     seqlen_py: list[int]
 
@@ -76,8 +74,6 @@ class _SeqLenInfo(NamedTuple):
 
 
 class _Diagonal(AttentionBias):
-    """Sequences that lie one behind the other and see their own keys."""
-
     def __init__(
         self, q_seqinfo: _SeqLenInfo, k_seqinfo: _SeqLenInfo, window: tuple[int, int] | int | None = None
     ) -> None:
@@ -159,7 +155,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 
 class BlockDiagonalPaddedKeysMask(_Diagonal):
-    """Keys of each sequence lie in `kv_padding` places, of which the first ones count.
+    """Keys of each sequence lie in `kv_padding` places; the first ones count.
 
     >>> type(BlockDiagonalPaddedKeysMask.from_seqlens([1, 1], 16, [9, 4]).make_local_attention(4, 0)).__name__
     'BlockDiagonalLocalAttentionPaddedKeysMask'

@@ -64,14 +64,13 @@ class Heads(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     def mask_for(self, own: Mask, q_len: int, k_len: int, device: torch.device) -> BlockMask | None:
-        """The layer's mask, or the one of this call."""
         return self.mask(q_len, k_len, device) if own is None else LayerMask(own)(q_len, k_len, device)
 
 
 def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> None:
     """Raises unless x is a dense tensor that can be multiplied by this weight.
 
-    weight: None if it is not known. padding: the argument that gives the lengths of a padded x, for the message.
+    weight: None if it is not known.
     """
     if isinstance(x, Tensor) and x.is_nested:
         raise TypeError(f"{name} must be a plain tensor; got a nested one. Pad it, with {padding}.")

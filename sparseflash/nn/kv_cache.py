@@ -36,12 +36,10 @@ class KVCache:
         self.length = 0
 
     def _values(self) -> Tensor:
-        """Room for the values, of as many features as the keys."""
         return torch.zeros_like(self.k)
 
     @property
     def capacity(self) -> int:
-        """The number of tokens that fit."""
         return self.k.shape[2]
 
     def append(self, k: Tensor, v: Tensor) -> None:

@@ -45,10 +45,9 @@ class LayerMask:
         return "all" if self.given is None else getattr(self.given, "__name__", None) or repr(self.given)
 
     def __call__(self, q_len: int, k_len: int, device: torch.device) -> BlockMask | None:
-        """The mask for these lengths; None: all scores are live."""
         if self.given is None or q_len == 0 or k_len == 0:
             return None
-        if torch.compiler.is_compiling():  # where masks are constants
+        if torch.compiler.is_compiling():
             return self._for(q_len, k_len).to(device)
         if isinstance(self.given, BlockMask) and self._fits(self.given, q_len, k_len, device):
             return self.given

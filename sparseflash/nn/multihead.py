@@ -89,7 +89,6 @@ class MultiheadAttention(nn.MultiheadAttention):
             dtype=dtype,
         )  # fmt: skip
         # TransformerEncoderLayer reads this before it reads the weights to compute dense attention itself.
-        # `in_proj_weight` shows whether the projections are one matrix.
         self._qkv_same_embed_dim = False
         self.mask, self.backend = LayerMask(mask), backend
 
@@ -181,7 +180,6 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _live(
         self, q: Tensor, k: Tensor, padding: Tensor | None, attn_mask: Tensor | BlockMask | None, is_causal: bool
     ) -> tuple[BlockMask | None, Bias | None]:
-        """`(live scores, bias)`."""
         q_len, k_len = q.shape[2], k.shape[2]
         masks: list[BlockMask | None] = [self.mask(q_len, k_len, q.device)]
         changes: list[Bias | None] = []
@@ -218,7 +216,6 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _live_of_dead(mask: object, must: str) -> Tensor:
-    """Inverts a mask in which True means dead; a mask that is added stays as it is."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise TypeError(f"{must}; got {mask.dtype if isinstance(mask, Tensor) else type(mask).__name__}.")
     return ~mask if mask.dtype == torch.bool else mask
@@ -233,9 +230,7 @@ def projection_weights(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
 
 
 def copy_projections(module: nn.MultiheadAttention, projections: tuple[nn.Linear, ...], out: nn.Linear) -> None:
-    """Copies the weights into linear layers that compute queries, keys and values, in this order.
-
-    Frozen weights stay frozen; a layer of several weights is frozen if all of them are."""
+    """Copies the weights into linear layers that compute queries, keys and values, in this order."""
     q, k, v = projection_weights(module)
     if k.shape != v.shape or (len(projections) == 1 and q.shape != k.shape):
         raise ValueError(

@@ -179,7 +179,7 @@ class SparseSelfAttention(Heads):
     def _with_cache(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scores: Scores | Change | None
     ) -> Tensor:  # fmt: skip
-        """The output for tokens that are added to the cache. If anything fails, the cache is left as it was."""
+        """If anything fails, the cache is left as it was."""
         if self.training or torch.is_grad_enabled():
             raise ValueError(
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "

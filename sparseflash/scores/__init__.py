@@ -16,8 +16,6 @@ The mask says which scores are live, and only its dead tiles save work: a score 
 computed.
 """
 
-# One kind a file.
-
 from sparseflash.scores.bias import bias
 from sparseflash.scores.change import Scores
 from sparseflash.scores.distance import alibi, log_decay

@@ -14,7 +14,6 @@ from sparseflash.blockmask.arguments import dense_tensor
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
-# Accumulators for the gradients of a change's tensors; None where no gradient is wanted.
 Learned = Sequence[Tensor | None]
 _LANES = 64
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -38,7 +37,6 @@ class Place(NamedTuple):
 
     @property
     def distance(self) -> Tensor:
-        """The distance of key and query, in tokens."""
         return (self.query + self.shift - self.key).abs()
 
 
@@ -55,7 +53,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One score modification. Its fields are tensors and numbers; the tensors may require gradients."""
+    """A score modification: its fields are tensors and numbers; the tensors may require gradients."""
 
     kind: ClassVar[str]
     # The place among others: 0 divides, 1 caps, 2 to 6 add, 7 replaces the score, 8 joins the softmax.
@@ -63,7 +61,6 @@ class Change:
     types: ClassVar[dict[str, type[Change]]] = {}  # of changes as backends take them, by kind
 
     def __init_subclass__(cls, prepared: bool = True) -> None:
-        """prepared: whether `prepared` returns changes of this class."""
         if prepared:
             Change.types[cls.kind] = cls
 
@@ -72,12 +69,10 @@ class Change:
         raise NotImplementedError
 
     def numbers(self) -> tuple[float, ...]:
-        """The numbers, which are not part of any graph."""
         return ()
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], numbers: Sequence[float]) -> Change:
-        """The inverse of `tensors` and `numbers`."""
         return cls(*tensors, *numbers)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Change:
@@ -88,11 +83,9 @@ class Change:
         return self
 
     def joined(self, other: Change) -> Change:
-        """One change equivalent to this change and another one of the same kind."""
         raise NotImplementedError
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
-        """The changed scores, differentiable by autograd."""
         raise NotImplementedError
 
     def gradient(self, gradient: Tensor, scores: Tensor, changed: Tensor, at: Place, learned: Learned) -> Tensor:
@@ -146,7 +139,6 @@ class Scores:
         return self.steps(scores, at)[-1]
 
     def steps(self, scores: Tensor, at: Place) -> list[Tensor]:
-        """The scores before the first change and after each."""
         found = [scores]
         for change in self.changes:
             found.append(change.changed(found[-1], at))
@@ -155,9 +147,6 @@ class Scores:
     def gradient(self, gradient: Tensor, steps: Sequence[Tensor], at: Place, learned: Learned) -> Tensor:
         """The gradient by `steps[0]`, given the gradient by the last step; adds the gradients of `tensors()` to
         `learned`.
-
-        Without autograd, which sums gradients of an indexed tensor in an order that may change, and which is off inside
-        operators.
         """
         stop = len(learned)
         for number, change in reversed(list(enumerate(self.changes))):
@@ -183,11 +172,10 @@ class Scores:
         for change in self.changes:
             key += type(change), change.numbers(), getattr(change, "identity", None)
             for x in change.tensors():
-                key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16  # kernels are compiled for alignment
+                key += x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
         return tuple(key)
 
     def by_kind(self, wanted: Sequence[bool]) -> dict[str, list[bool]]:
-        """Flags for each of `tensors()`, such as whether it receives a gradient, by kind; False where none is given."""
         left = iter(wanted)
         return {change.kind: [next(left, False) for _ in change.tensors()] for change in self.changes}
 
@@ -261,7 +249,7 @@ def broadcasts(x: Tensor, name: str, letters: str, wanted: Sequence[int], sizes:
 
 
 def add_at(zeros: Tensor | None, indices: Sequence[Tensor], values: Tensor) -> None:
-    """Adds values to `zeros[indices]`, one after another; None: nowhere. The indices broadcast to `values`."""
+    """Adds values to `zeros[indices]`, one after another; None: nowhere."""
     if zeros is None:
         return
     flat = torch.zeros((), dtype=torch.int64, device=zeros.device)

@@ -1,4 +1,4 @@
-"""Functions of single scores as data: a list of elementwise operations. Kernels are made from it.
+"""Functions of single scores as data: a list of elementwise operations.
 
 Each node of the list is computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds nodes.
 """
@@ -60,11 +60,9 @@ class Expression:
         return self._put(Node("number", value=value, kind=kind))
 
     def load(self, tensor: int, indices: Sequence[int], kind: Kind) -> int:
-        """The entry of a tensor at these indices."""
         return self._put(Node("load", tuple(indices), tensor, kind))
 
     def apply(self, op: str, *inputs: int) -> int:
-        """An operation on nodes, whose kinds are promoted as in PyTorch."""
         if op in _FLOATS and op != "to_float":
             inputs = tuple(map(self.as_float, inputs))
         elif op == "where":
@@ -75,7 +73,7 @@ class Expression:
         kind: Kind = "bool" if op in _COMPARISONS else "float" if op in _FLOATS else first.kind
         if op == "to_int":
             kind = "int"
-        if first.kind == "bool" and op not in _OF_BOOLS:  # bools count as integers in sums
+        if first.kind == "bool" and op not in _OF_BOOLS:
             inputs = tuple(self.apply("to_int", each) for each in inputs)
             kind = "bool" if op in _COMPARISONS else "int"
         if self.nodes[inputs[0]].kind == kind and op == f"to_{kind}":
@@ -93,7 +91,6 @@ class Expression:
         return node if found.kind == "float" else self.apply("to_float", node)
 
     def reads(self, node: int) -> set[int]:
-        """The node and every node that it depends on."""
         found, rest = set(), [node]
         while rest:
             each = rest.pop()
@@ -120,7 +117,7 @@ class Expression:
         return [values[each] for each in outputs]
 
     def _put(self, node: Node) -> int:
-        key = (*node, type(node.value))  # 1, 1.0 and True are equal
+        key = (*node, type(node.value))
         if key not in self._at:
             self.nodes.append(node)
             self._at[key] = len(self.nodes) - 1
@@ -191,8 +188,6 @@ def _rule(
 
 
 def _chosen(op: str) -> Callable[..., list[int | None]]:
-    """The gradients of a minimum or a maximum, by the comparison that chooses its first input."""
-
     def gradients(made: Expression, gradient: int, output: int, x: int, y: int) -> list[int | None]:
         first, zero = made.apply(op, x, y), made.number(0.0)
         return [made.apply("where", first, gradient, zero), made.apply("where", first, zero, gradient)]

@@ -26,12 +26,10 @@ class Function(Change, prepared=False):
     derivative: Callable[..., Tensor] | None = None
     kernel: Any = None  # the same as Triton functions: see `function`
     kernel_derivative: Any = None
-    # The recordings of the functions, by device: kernels are made from them.
     _recorded: BoundedDict = field(default_factory=lambda: BoundedDict(16), repr=False)
 
     @property
     def identity(self) -> object:
-        """Equal for the same functions with other tensors, which share their recordings."""
         return self._recorded
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -113,7 +111,7 @@ def _check_leaves(result: Tensor, leaves: Sequence[Tensor]) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of a node that stands for a leaf
+        leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             raise ValueError(_CAPTURED)
         rest += [each for each, _ in node.next_functions]
@@ -180,7 +178,6 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    # Dynamo cannot trace the look into closures; backends refuse such tensors, too, but later.
     for each in () if torch.compiler.is_compiling() else (change, derivative):
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:

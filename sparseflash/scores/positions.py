@@ -31,7 +31,7 @@ class Packed:
     def __init__(self, q_sums: tuple[int, ...], k_sums: tuple[int, ...]) -> None:
         self.q_sums, self.k_sums = q_sums, k_sums
         sizes = list(zip(pairwise(q_sums), pairwise(k_sums), strict=True))
-        # (queries, keys, shift) of each sequence with scores. Its last query is at the position of its last key.
+        # (queries, keys, shift) of each sequence with scores, whose last query is at the position of its last key.
         self._live = [
             (q_stop - q_start, k_stop - k_start, k_stop - q_stop)
             for (q_start, q_stop), (k_start, k_stop) in sizes
@@ -84,7 +84,7 @@ def _spread(values: list[int], counts: list[int], device: torch.device) -> Tenso
     return given.repeat_interleave(repeats, output_size=sum(counts))
 
 
-_places = BoundedDict(16)  # by running sums and device
+_places = BoundedDict(16)
 
 
 def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
@@ -116,8 +116,6 @@ def with_positions(
 
 
 def _of_places(distance: Distance | None, function: Function | None, shift: int, is_packed: bool) -> Function:
-    """The function of `with_positions`, without its tensors."""
-
     def locate(b: Tensor, h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> Located:
         query, key = given.pop(0)[q], given.pop(0)[k]
         if not is_packed:
@@ -128,7 +126,7 @@ def _of_places(distance: Distance | None, function: Function | None, shift: int,
 
 
 class Located(NamedTuple):
-    """Where a score is: the arguments of a function, and those of a distance and a table."""
+    """Where a score is: the arguments of a function, of a distance and of a table."""
 
     batch: Tensor
     head: Tensor

@@ -18,7 +18,7 @@ from sparseflash.scores.positions import Packed
 
 _LONG_RUN = 16  # codes: with such runs the kernels go through eight of them in a tile of 64 x 64
 
-Bucket = Callable[[Tensor], Tensor]  # offsets (key minus query) to numbers of buckets, both int64
+Bucket = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +57,7 @@ class Relative(Change, prepared=False):
     order = 3
     table: Tensor
     bucket: Bucket
-    # The arrays of the last lengths and device, which every layer and step of a model asks for.
     _made: BoundedDict = field(default_factory=lambda: BoundedDict(1), repr=False)
-    # The running sums of queries and of keys, if sequences are packed.
     sums: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,7 +77,7 @@ class Relative(Change, prepared=False):
                 made = self._codes(sizes)
                 if made[0].is_meta and not isinstance(made[0], FakeTensor):
                     made = self._as_on_a_gpu(sizes, made)
-            if isinstance(made[0], FakeTensor):  # no other call could use it
+            if isinstance(made[0], FakeTensor):
                 return Codes(self.table, *made)
             if len(made[0]) and have_contents(made[0]):
                 self._check_range(made[0])
@@ -90,7 +88,7 @@ class Relative(Change, prepared=False):
     def _as_on_a_gpu(self, sizes: Sizes, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Meta arrays with the sizes that the arrays have on a GPU, because kernels are chosen by these sizes.
 
-        They are computed on the CPU. Returns `made` if the bucket function reads meta tensors, which have no contents.
+        Returns `made` if the bucket function reads meta tensors, which have no contents.
         """
         here = sizes._replace(device=torch.device("cpu"))
         try:
@@ -110,11 +108,10 @@ class Relative(Change, prepared=False):
                 f"q and k must have at most 2^31 - 257 tokens together for a table of relative positions; got {q_len} "
                 f"and {k_len}. Crop the sequence, or use scores.function."
             )
-        # The code of query i, at position i + Nk - Nq, minus the code of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(max(0, q_len + k_len - 1), device=device) - (k_len - q_len)
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         is_even = True
-        if self.sums is not None:  # scores between sequences are dead: any bucket will do for them
+        if self.sums is not None:
             places = Packed(*self.sums)
             is_even = places.is_even
             if not is_even:
@@ -135,7 +132,7 @@ class Relative(Change, prepared=False):
                 f"bucket must return one integer for each of the {len(offsets)} offsets; got {list(buckets.shape)}."
             )
         k_codes = torch.arange(k_len, dtype=torch.int32, device=device)
-        until = ends_of_runs(buckets) if is_even else buckets[:0].to(torch.int32)  # ends assume neighbouring tokens
+        until = ends_of_runs(buckets) if is_even else buckets[:0].to(torch.int32)
         return buckets.to(torch.int32), q_codes, k_codes, until
 
     def _check_range(self, buckets: Tensor) -> None:

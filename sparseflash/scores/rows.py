@@ -14,7 +14,7 @@ from sparseflash.scores.function import Function
 from sparseflash.scores.positions import Located, of_located
 
 _REFUSED = "tile_bias, which has values for the tiles of a mask that stays the same"
-_functions = BoundedDict(32)  # functions of rows, by `_Rule` and the identity of a user's function
+_functions = BoundedDict(32)
 
 
 def in_rows(
@@ -71,8 +71,6 @@ def in_rows(
 
 
 class _Rule(NamedTuple):
-    """What a function of rows computes, but for its tensors."""
-
     group: int
     rows: int
     shift: int
@@ -81,8 +79,6 @@ class _Rule(NamedTuple):
     has_tokens: bool
 
     def made(self, own: Function | None) -> Function:
-        """own: the user's function, which gets the changed score, the head, and the positions of query and key."""
-
         def locate(b: Tensor, h: Tensor, q: Tensor, k: Tensor, given: list[Tensor]) -> Located:
             row = q % self.rows
             row = row if self.rows == self.group else row.clamp(max=self.group - 1)  # the others are padding
@@ -95,7 +91,6 @@ class _Rule(NamedTuple):
 def _of_places(
     given: dict[str, Change], sizes: Sizes, kv_heads: int, rows: int, tokens: Tensor | None
 ) -> Function:  # fmt: skip
-    """One function of the row, instead of changes whose numbers depend on the head and the positions."""
     tensors: list[Tensor] = [] if tokens is None else [tokens]
     is_log, own = None, given.get("function")
     if distance := given.get("distance"):

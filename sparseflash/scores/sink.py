@@ -50,7 +50,6 @@ def completed(lse: Tensor, logits: Tensor) -> Tensor:
     Differentiable by both.
     """
     own = logits.to(lse.dtype)[:, None]
-    # A logit of -inf is no sink: no gradient reaches it.
     return torch.where((lse == -torch.inf) & (own != -torch.inf), own, lse)
 
 

@@ -28,7 +28,7 @@ class StoredTiles(Change):
         return self.values, self.tile_numbers, self.pattern
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
-        if self.values.numel() == 0:  # no score is live; the sum is 0, and has a gradient
+        if self.values.numel() == 0:
             return scores + self.values.sum().to(scores.dtype)
         return scores + self.values[tuple(self._indices(at))].to(scores.dtype)
 
@@ -43,7 +43,7 @@ class StoredTiles(Change):
         if tile is None:
             pattern = self.pattern[tuple(shared_or_own(self.pattern, [at.batch, at.head]))].long()
             tile = number_of_tile(self.tile_numbers, pattern, at.query // block_q, at.key // block_k)
-            tile = tile.clamp(max=tiles - 1)  # all tiles past the last live one are dead
+            tile = tile.clamp(max=tiles - 1)
         return [*shared_or_own(self.values, [at.batch, at.head]), tile, at.query % block_q, at.key % block_k]
 
 
@@ -76,8 +76,7 @@ class TileBias(Change, prepared=False):
 
 
 def _difference(made_for: BlockMask, mask: BlockMask) -> str:
-    """The difference of the lists of tiles of two masks; "" if they are equal."""
-    if mask.indices is made_for.indices:  # also of masks that differ in their lengths
+    if mask.indices is made_for.indices:
         return ""
     if mask.device != made_for.device:
         return f"it was made for one on {made_for.device} and got one on {mask.device}"

@@ -31,14 +31,13 @@ class Recorded(NamedTuple):
 
 
 class _Call:
-    """A call of one of PyTorch's operators. Its arguments are earlier calls, tensors from outside, or numbers."""
+    """A call of an operator: its arguments are earlier calls, tensors from outside, or numbers."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.name, self.args, self.kwargs, self.result = name, args, kwargs, result
 
 
 def _is_computed(x: Any) -> bool:
-    """Whether it is an input or depends on one, unlike a tensor that the function makes of a number."""
     return isinstance(x, _Call) and not x.name.startswith("lift_fresh")
 
 
@@ -67,7 +66,7 @@ def _recorded(
     function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None,
     may_capture_learned: bool,
 ) -> Recorded:  # fmt: skip
-    # Scalar tensors, as the function is written for. Their values do not matter, because none is read.
+    # Scalars, whose values do not matter, because none is read.
     places = [torch.zeros((), dtype=torch.int64, device=device) for _ in PLACES]
     calls = _Calls([torch.zeros((), device=device), *places, *(x.detach() for x in given)])
     try:
@@ -122,7 +121,6 @@ class _Calls(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """True, or else PyTorch imports its compiler at the first call. Nothing here is called from compiled code."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +146,6 @@ class _Calls(TorchDispatchMode):
         return self._of.get(id(x), x) if isinstance(x, Tensor) else x
 
     def needed_for(self, result: Any) -> list[_Call]:
-        """The calls that a result needs, in their order."""
         needed = {id(result)}
         for call in reversed(self.made):
             if id(call) in needed:
@@ -198,7 +195,6 @@ class _Recorder:
         return self._entry(_Entries(tensor, (None,) * self._tensors[tensor].ndim))
 
     def _entry(self, entries: _Entries) -> int | _Entries:
-        """A node, if all dimensions have an index."""
         found = [each for each in entries.indices if each is not None]
         if len(found) < len(entries.indices):
             return entries
@@ -208,7 +204,7 @@ class _Recorder:
 
     def _called(self, call: _Call) -> int | _Entries:
         name = call.name
-        if name.startswith("lift_fresh"):  # torch.tensor(...) inside the function
+        if name.startswith("lift_fresh"):
             return self._literal(call.result)
         if name in SAME:
             return self._value(call.args[0])
@@ -219,7 +215,7 @@ class _Recorder:
         if name in ("dot", "vdot"):
             return self._dot(*map(self._value, call.args))
         if name == "_to_copy" and isinstance(self._value(call.args[0]), _Entries) and call.result.is_floating_point():
-            return self._value(call.args[0])  # kernels read entries of all floating dtypes as fp32
+            return self._value(call.args[0])
         if name not in RECORDED:
             raise Refused(f"{name}, which is none of them")
         named = {key: each for key, each in call.kwargs.items() if key not in ("device", "layout", "pin_memory")}
@@ -229,7 +225,6 @@ class _Recorder:
             raise Refused(f"{name} with other arguments than tensors and numbers") from error
 
     def _dot(self, *rows: int | _Entries) -> int:
-        """The product of two rows of tensors, each of which has one dimension without an index, as a sum."""
         entries = [each for each in rows if isinstance(each, _Entries)]
         free = [each.indices.index(None) for each in entries]
         size = self._tensors[entries[0].tensor].shape[free[0]]

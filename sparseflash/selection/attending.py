@@ -39,7 +39,6 @@ class How(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether the backend has kernels for one token after a cache."""
         return self.backend is None or self.decoder is not None
 
 
@@ -108,7 +107,7 @@ def over_past(
     q: Tensor, k: Tensor, v: Tensor, frame: Frame, how: How, *, blocks: int, span: int, step: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention to the compressed keys of all blocks of a query's document that have ended, and its lse."""
-    if frame.lengths is not None:  # the last token sees them all
+    if frame.lengths is not None:
         ended = torch.full_like(frame.lengths, blocks)
         found: tuple[Tensor, Tensor] = attention_with_cache(
             q, k, v, ended, scale=how.scale, return_lse=True, backend=how.decoder
@@ -122,7 +121,6 @@ def over_past(
 def _with_cache(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, frame: Frame, how: How, span: int
 ) -> Tensor:  # fmt: skip
-    """Attention of one token. If each query head has its own choice, the heads of a group take turns."""
     assert frame.lengths is not None
     kv_heads = k.shape[1]
     turns = index.shape[1] // kv_heads

@@ -64,11 +64,9 @@ def of_blocks(
 ) -> Tensor:  # fmt: skip
     """One row for each complete block: `[B, H, blocks, F]`, or with room past them if there is a cache.
 
-    Args:
-        summary: takes the keys of blocks `[B, H, n, span, D]` and the first places of these blocks, int64 `[n]`, and
-            returns their rows `[B, H, n, F]`.
-        x: `[B, H, Nk, D]`, of all keys, the cached ones included. Blocks that were complete before are not computed
-            again.
+    summary: takes the keys of blocks `[B, H, n, span, D]` and the first places of these blocks, int64 `[n]`, and
+        returns their rows `[B, H, n, F]`.
+    x: `[B, H, Nk, D]`, of all keys, the cached ones included.
     """
     start = 0 if cache is None else ended(frame.start, span, step)
     stop = ended(frame.k_len, span, step)

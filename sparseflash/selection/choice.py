@@ -115,7 +115,7 @@ def best_blocks(
             write_largest(rows_of, *of, index.flatten(0, 1), rows.start, first=first, last=last)
         else:
             index[:, :, rows] = _sorted(scores, of.begins[rows, None], of.stops[rows, None], k, first, last)
-    assert index is not None  # there are queries
+    assert index is not None
     return index
 
 
@@ -131,7 +131,6 @@ def _sorted(scores: Tensor, begins: Tensor, stops: Tensor, k: int, first: int, l
 
 
 def _sums(q: Tensor, k: Tensor) -> bool:
-    """Whether the kernel takes them."""
     return _serves(q) and q.dtype == k.dtype and q.shape[3] <= 256 and k.shape[2] > 0
 
 

@@ -134,7 +134,7 @@ def cubes_of(shapes: Sequence[Shape], texts: Sequence[int], cube: Shape, device:
 
 
 def shapes_of(shape: Shape | Sequence[Shape], text: int | Sequence[int], tokens: int) -> list[tuple[Shape, int]]:
-    """The videos and the lengths of their texts. Raises ValueError unless they have this many tokens."""
+    """Raises ValueError unless they have this many tokens."""
     several = isinstance(shape, Sequence) and all(isinstance(each, Sequence) for each in shape)
     given: list[object] = list(shape) if several else [shape]
     shapes = [checked_shape(each, "shape") for each in given]

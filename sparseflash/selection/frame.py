@@ -74,16 +74,14 @@ class Frame(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of the queries that are tokens, not room between documents."""
         return torch.arange(self.q_len, device=self.device) if self.packing is None else self.packing.places
 
     def joined(self, x: Tensor) -> Tensor:
-        """The rows `[B, H, n, D]` of the queries' tokens behind those of the ranks before."""
+        """The rows `[B, H, n, D]` of the queries' tokens behind the rows of the ranks before."""
         return x if self.context is None else self.context.joined(x)
 
     @property
     def share(self) -> float:
-        """The queries' part of those of all ranks."""
         return 1.0 if self.context is None else self.context.count / self.context.tokens
 
     @property
@@ -102,7 +100,6 @@ class Frame(NamedTuple):
         return self.packing.firsts[rows].unsqueeze(1)
 
     def positions(self, places: Tensor) -> Tensor:
-        """The positions of these places in their documents."""
         return places if self.packing is None else places - self.packing.firsts[places]
 
     def visible(self, rows: Tensor | slice) -> Tensor:

@@ -33,7 +33,6 @@ class IndexedLayer(SelectionLayer):
         self, index_heads: int, index_dim: int, teach: Teach, taught: int | None, device: torch.device | str | None,
         dtype: torch.dtype | None, query_features: int | None = None,
     ) -> None:  # fmt: skip
-        """Makes the projections; the arguments of `__init__` of the same names. query_features: by default x's."""
         check_at_least_one(
             index_heads=index_heads, index_dim=index_dim, **({} if taught is None else {"taught": taught})
         )

@@ -27,7 +27,6 @@ class Latent(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Features of the key that all heads read."""
         return self.rank + self.rotated
 
 

@@ -56,7 +56,6 @@ class SelectionLayer(Heads):
     def make_projections(
         self, bias: bool, qk_norm: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:  # fmt: skip
-        """Makes `qkv`, `out` and the norms."""
         pairs = self.pairs * self.kv_heads
         features = (self.num_heads + pairs) * self.head_dim + pairs * self.value_dim
         self.qkv = nn.Linear(self.embed_dim, features, bias=bias, device=device, dtype=dtype)
@@ -66,17 +65,14 @@ class SelectionLayer(Heads):
 
     @property
     def rotated_dim(self) -> int:
-        """Features of a query that `rotary` rotates."""
         return self.head_dim
 
     @property
     def group(self) -> int:
-        """Query heads for each key head."""
         return self.num_heads // self.kv_heads
 
     @property
     def how(self) -> How:
-        """The arguments of all attention of the layer."""
         return How(self.scale, self.backend)
 
     def extra_repr(self) -> str:
@@ -89,7 +85,6 @@ class SelectionLayer(Heads):
         raise NotImplementedError
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
-        """What the cache holds besides keys and values: see `SelectionCache`."""
         return {}
 
     def new_cache(

@@ -66,7 +66,6 @@ class MixtureOfBlocks(SelectionLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """See `SelectionLayer.mix`."""
         index = self.choice(q, k, frame, cache)
         return over_chosen(q, k, v, index, frame, self.how, span=self.block)
 

@@ -98,7 +98,6 @@ class NativeSparseAttention(SelectionLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """See `SelectionLayer.mix`."""
         k_cmp, k_slc, k_win = k.split(self.kv_heads, 1)
         v_cmp, v_slc, v_win = v.split(self.kv_heads, 1)
         k_blocks, v_blocks = (

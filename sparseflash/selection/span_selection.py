@@ -74,7 +74,6 @@ class SpanSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """See `SelectionLayer.mix`."""
         index_q = self.index_queries(x, frame, self.index_norm_q)
         index_k = frame.joined(self.index_k(x.detach()).unsqueeze(1))
         if cache is not None:
@@ -103,7 +102,6 @@ class SpanSelection(IndexedLayer):
     def distillation(
         self, q: Tensor, k: Tensor, index_q: Tensor, spans: Tensor, index: Tensor, frame: Frame
     ) -> Tensor:  # fmt: skip
-        """The indexer's loss."""
         q, k, (batch, _, count, _) = q.detach(), k.detach(), spans.shape
         factor = index_q.new_full((), self.index_dim**-0.5).expand(index_q.shape[:3])
         number = torch.arange(count, device=q.device)

@@ -84,7 +84,7 @@ class TokenSelection(IndexedLayer):
     ) -> None:  # fmt: skip
         if self._sizes is None:
             return super().make_projections(bias, qk_norm, device, dtype)
-        self.value_dim = 0  # the cache holds no values
+        self.value_dim = 0
         self.latent = LatentProjections(self.embed_dim, self.num_heads, self._sizes, device, dtype)
         self.out = nn.Linear(
             self.num_heads * self._sizes.value, self.embed_dim, bias=False, device=device, dtype=dtype
@@ -99,7 +99,7 @@ class TokenSelection(IndexedLayer):
         if self._sizes is None:
             return super().project(x, frame)
         q, k = self.latent(x, self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device)))
-        return q, k, k[..., :0]  # a key holds its value
+        return q, k, k[..., :0]
 
     def merged(self, mixed: Tensor) -> Tensor:
         return super().merged(mixed if self._sizes is None else self.latent.values(mixed))
@@ -110,7 +110,6 @@ class TokenSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        """See `SelectionLayer.mix`."""
         index_q = self.index_queries(x if self._sizes is None else self.latent.query_latent(x), frame)
         weights = self.weights(x.detach()).transpose(1, 2) * (self.index_heads * self.index_dim) ** -0.5  # [B, Hi, N]
         new = torch.arange(frame.start, frame.k_len, device=x.device)
@@ -136,7 +135,6 @@ class TokenSelection(IndexedLayer):
     def distillation(
         self, q: Tensor, k: Tensor, indexer: tuple[Tensor, Tensor, Tensor], index: Tensor, frame: Frame
     ) -> Tensor:  # fmt: skip
-        """The indexer's loss."""
         q, k, (index_q, weights, index_k) = q.detach(), k.detach(), indexer
         if self.teach == "visible":
             return self.divergence(

@@ -143,7 +143,6 @@ class VideoSparseAttention(Heads):
         return BlockMask.from_block_index(index, block=self.volume, q_len=room, k_len=cubes.text + room)
 
     def layout(self, shape: Shape | Sequence[Shape], text: int | Sequence[int], x: Tensor) -> Cubes:
-        """Where the tokens of x lie; see `forward`."""
         shapes, texts = zip(*shapes_of(shape, text, x.shape[1]), strict=True)
         key = shapes, texts, self.cube, x.device
 

@@ -12,13 +12,8 @@ A result passes if its error is at most twice the error of plain PyTorch in the 
 >>> testing.compare(lambda q, k, v: 1.001 * layer(q, k, v), q, k, v, mask).exact
 False
 
-The size of rounding errors depends on shapes and values, so the allowed error is measured for the same inputs. "Plain
-PyTorch" is the definition (dense matrix, softmax, product) in that dtype; the rounding unit is one unit in the last
-place of the largest value. `assert_exact` raises if a result does not pass, `compare` returns all errors; both take any
-function of q, k and v.
-
-The parts serve results from elsewhere: `by_definition` computes the truth (in fp64) and the plain results (in any other
-dtype); `compare_results` compares given results; `sampled_heads` and `sampled_part` choose the part of a long sequence.
+The size of rounding errors depends on shapes and values, so the allowed error is measured for the same inputs.
+`assert_exact` raises if a result does not pass, `compare` returns all errors; both take any function of q, k and v.
 """
 
 from sparseflash.testing.comparison import Comparison as Comparison

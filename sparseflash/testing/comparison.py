@@ -69,8 +69,6 @@ def compare_results(
     out   2.50e-01  5.00e-01    0.50
 
     Args:
-        got: the results, by name.
-        truth: the true results, of the same names.
         plain: results of the same computation done plainly in the same dtype, or their largest errors over several
             draws.
         magnitudes: for results that are small sums of large numbers, the size of the summands (for lse,
@@ -303,15 +301,14 @@ class _Head:
     def size_of_differences(self) -> float:
         """The size of the terms that cancel in dq and dk, but for a factor of k or q, if no query has two live keys.
 
-        There both are 0. A kernel that recomputes the weights subtracts two sums of the same products, added in
-        different orders, at least as exactly as in fp32.
+        A kernel that recomputes the weights subtracts two sums of the same products, added in different orders, at
+        least as exactly as in fp32.
         """
         scale = self.inputs.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         products = largest_score(replace(self.inputs, q=self.inputs.dout, k=self.inputs.v), scale)
         return products * min(1.0, _FP32 / torch.finfo(self.inputs.q.dtype).eps)
 
     def of(self, name: str, result: Tensor) -> Tensor:
-        """The compared part of a result of all heads."""
         if self.pair is not None:
             batch, head = self.pair
             wide = 1 if name in ("dk", "dv") else self.inputs.q.shape[1]
@@ -344,5 +341,4 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, dlse: Tensor |
 
 
 def _joined(heads: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The values of all heads, flattened: heads with different patterns may have parts of different shapes."""
     return {name: torch.cat([head[name].reshape(-1) for head in heads]) for name in heads[0]}

@@ -42,7 +42,6 @@ class Inputs:
     dlse: Tensor
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in another dtype."""
         return Inputs(*(x.detach().to(dtype) for x in self._tensors()))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +89,6 @@ class Changes:
 
     @property
     def learned(self) -> dict[str, Tensor]:
-        """The tensors that require grad, under the names of their gradients."""
         return {f"d{number}": x for number, x in enumerate(self.scores.tensors()) if x.requires_grad}
 
     def to(self, dtype: torch.dtype) -> Changes:
@@ -105,11 +103,9 @@ class Changes:
         return replace(self, scores=self.scores.with_tensors([cast(x) for x in self.scores.tensors()]))
 
     def prepared(self, device: torch.device) -> Scores:
-        """The modifications as the reference takes them."""
         return self.scores.prepared(Sizes(*self.sizes, device, self.mask))
 
     def place(self, shape: Sequence[int], rows: slice, keys: Tensor) -> Place:
-        """The places of scores of some rows and keys, for the batch elements and heads of `shape`."""
         batch, head = (torch.arange(n, device=keys.device) + first for n, first in zip(shape, self.first))
         query = torch.arange(rows.start, rows.stop, device=keys.device)
         shift = self.sizes[3] - self.sizes[2]

@@ -30,7 +30,6 @@ class Part:
         return bool(self.rows.all()) and bool(self.columns.all())
 
     def of(self, name: str, result: Tensor) -> Tensor:
-        """The compared part of a result, `[..., N]` for lse and `[..., N, D]` for the others."""
         dim = result.ndim - (1 if name == "lse" else 2)
         tokens = self.tokens(name)[: result.shape[dim]].nonzero()[:, 0]
         return result.index_select(dim, tokens.to(result.device))

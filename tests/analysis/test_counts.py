@@ -14,7 +14,6 @@ MASKS = st.tuples(st.integers(1, 3), st.integers(1, 3)).flatmap(lambda sizes: bl
 
 
 def in_tiles(mask, block_q, block_k):
-    """Live scores of every tile of the dense matrix: int64 `[B, H, Mq, Mk]`."""
     dense = mask.to_dense()
     q_pad, k_pad = -dense.shape[2] % block_q, -dense.shape[3] % block_k
     dense = torch.nn.functional.pad(dense, (0, k_pad, 0, q_pad))
@@ -23,7 +22,6 @@ def in_tiles(mask, block_q, block_k):
 
 
 def walked(mask):
-    """The stored tiles that begin before the length, `(batch element, head, row, column, tile number)`."""
     patterns = mask.pattern.expand(mask.shape[:2])
     for b, (q_stop, k_stop) in enumerate(live_tokens(mask)):
         for h in range(mask.shape[1]):

@@ -10,7 +10,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.analysis import bitrows, composition, diameter, layers_to_full_reach, reach, relation
 from tests.drawn.masks import blocks, dense_masks, lengths
 
-MODULE = import_module("sparseflash.analysis.reach")  # the package has a function of this name
+MODULE = import_module("sparseflash.analysis.reach")
 MOST = 100
 HALF = settings(max_examples=max(1, settings().max_examples // 2))
 
@@ -52,7 +52,6 @@ def dense_reach(every, layers):
 
 
 def dense_layers(every, wanted=None):
-    """Layers until all that is `wanted [N, N]` and exists is reached, by default all that ever is; None if never."""
     steps = [one_step(mask)[0].float() for mask in every]
     exists = one_step(every[0])[1]
     reached = [dense_reach(every, 0)]
@@ -162,7 +161,7 @@ def test_the_lower_triangle_of_the_xor_butterfly_reaches_only_subsets_of_bits():
     assert layers_to_full_reach(mask, causal=True) is None
     closure = reach(mask, diameter(mask))
     assert closure == BlockMask.from_layout((i & j) == j, block=16)
-    assert diameter(mask) == 7  # one bit a layer
+    assert diameter(mask) == 7
     previous = BlockMask.from_layout((xor & (j <= i)) | (i - j == 1), block=16)
     assert layers_to_full_reach(previous, causal=True) == 11
 

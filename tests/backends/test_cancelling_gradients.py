@@ -12,7 +12,6 @@ from tests.compared.exactness import HALF
 @pytest.mark.parametrize("keys", [1, 2, 70])
 @pytest.mark.parametrize("kind", ["bias", "shared bias", "key_bias"])
 def test_they_are_off_by_what_out_was_rounded_by(kind, keys, dropout, device, dtype):
-    """Under a cap, with a key that has nearly all the weight, dS is summed in fp32."""
     generator = torch.Generator().manual_seed(0)
     queries = 70
     q, dout = (torch.randn(1, 2, queries, 32, generator=generator).to(device, dtype) for _ in range(2))

@@ -25,9 +25,6 @@ def reports(*arguments):
 
 
 def spills(bytes_spilled, *, by_triton_36):
-    """The bytes that may be spilled. Under register pressure, Triton 3.6 keeps fewer values in registers; later
-    versions pass `--regAllocOptLevel=2` to ptxas, which then spills a few bytes more.
-    """
     is_36 = tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
     return by_triton_36 if is_36 else bytes_spilled
 
@@ -53,7 +50,7 @@ def test_nor_where_kernels_do_more(more):
     for r in found:
         assert r["with"] == [more], r
         assert r["wgmma"] > 0 and not r["serialised"], r
-        assert r["spilled"] <= spills(252, by_triton_36=220), r  # outside the loop over full tiles
+        assert r["spilled"] <= spills(252, by_triton_36=220), r
 
 
 def test_dropout_by_positions_spills_no_more_than_by_places_in_the_call():
@@ -77,7 +74,7 @@ def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
 
 
 def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
-    """For keys that few queries read: see choice.py. Matrix instructions read the pieces, in bf16."""
+    """For keys that few queries read: see choice.py."""
     source = (
         "from experiments.benchmarks.compile.report import compile_all\n"
         "from sparseflash.backends.triton.overrides import override\n"
@@ -158,7 +155,6 @@ def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arit
 
 @pytest.mark.parametrize("arch", [80, 86, 120])
 def test_so_do_the_widest_heads_in_full_fp32(arch):
-    """Only shared memory is checked: ptxas would take five seconds more."""
     source = (
         "from experiments.benchmarks.compile.report import launch_all\n"
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"

@@ -30,7 +30,7 @@ def tensors(batch=1, heads=2, tokens=40, dim=16, dtype=torch.float32):
 )
 def test_philox_gives_the_known_answers(rounds, word, want):
     counter = [torch.tensor([word])] * 4
-    seed = torch.tensor([0 if word == 0 else -1])  # 64 bits set
+    seed = torch.tensor([0 if word == 0 else -1])
     assert [x.item() for x in dropout.philox(seed, counter, rounds)] == want
 
 
@@ -64,7 +64,7 @@ def test_the_share_that_is_dropped_is_p_wherever_it_is_looked_for(seed, p, at, r
 
 def test_seeds_heads_queries_and_keys_are_dropped_independently_of_each_other():
     keep = torch.stack([dropout.keep_mask(seed, 0.5, 2, 2, 64, 64) for seed in (0, 1, 2**32)]).flatten(0, 2)
-    rows = keep.flatten(0, 1).double() - 0.5  # [3 * 2 * 2 * 64, 64]: each a run of keys
+    rows = keep.flatten(0, 1).double() - 0.5
     correlation = (rows @ rows.T).fill_diagonal_(0.0) * 4 / 64
     assert correlation.abs().max() < 6 / 64**0.5
     correlation = (rows.T @ rows).fill_diagonal_(0.0) * 4 / len(rows)
@@ -75,7 +75,7 @@ def test_seeds_heads_queries_and_keys_are_dropped_independently_of_each_other():
 @pytest.mark.parametrize("seed", [7, 0x123456789ABCDEF1, -(2**63) + 2**31])
 def test_what_is_kept_is_what_keep_mask_says(backend, seed):
     q, k, _ = tensors(batch=2, tokens=40)
-    v = torch.eye(40).expand(2, 2, 40, 40).contiguous()  # the output is the weights themselves
+    v = torch.eye(40).expand(2, 2, 40, 40).contiguous()
     mask = masks.local(40, window=25, block=16)
     weights = attention(q, k, v, mask, dropout_p=0.5, seed=seed, backend=backend)
     plain = attention(q, k, v, mask, backend=backend)
@@ -84,8 +84,6 @@ def test_what_is_kept_is_what_keep_mask_says(backend, seed):
 
 
 def part_of_a_problem(seed, batch=2, heads=2, q_len=37, k_len=56):
-    """Positions in a problem of 5 heads and 70 x 119 tokens, and the kept weights there, from the whole problem's
-    `keep_mask`."""
     generator = torch.Generator().manual_seed(2)
     chosen = torch.randperm(5, generator=generator)[:heads]
     queries = torch.randperm(70, generator=generator)[:q_len]
@@ -273,7 +271,7 @@ def test_a_compiled_step_draws_one_seed_for_forward_and_backward(backend):
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     q, k, _ = tensors()
     v = torch.eye(40).expand(1, 2, 40, 40).contiguous().requires_grad_()
-    weights = compiled(q, k, v)  # as the values are the unit matrix
+    weights = compiled(q, k, v)
     weights.sum().backward()
     torch.testing.assert_close(v.grad, weights.detach().sum(2)[..., None].expand_as(v))
 

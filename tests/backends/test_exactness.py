@@ -1,7 +1,5 @@
 """Every backend agrees with dense attention in fp64 as closely as a plain implementation in the same dtype does:
 forward, lse and the three gradients.
-
-The kernels run in Triton's interpreter on small shapes, and with `-m gpu` compiled, on larger ones and in bf16.
 """
 
 import contextlib
@@ -54,7 +52,6 @@ def test_blockwise_is_exact(problem):
 @pytest.mark.parametrize("most", [1, 16 * 16 * 6, 16 * 16 * 20], ids=["a row", "some rows", "some heads"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_blockwise_is_exact_a_few_scores_at_a_time(most, dropout_p):
-    """Also for sequences that end in one block, whose rows are listed together."""
     problem = replace(
         spread_out(16, torch.float32, tokens=72, lengths=(70, 66, 69, 41), block=16), dropout_p=dropout_p
     )  # fmt: skip
@@ -128,7 +125,6 @@ def test_fp32_products_over_many_dims(dim, q_len, k_len, seed):
         check(problem, "triton")
 
 
-# The tables of other GPUs run here as well.
 _OTHER_TABLES = [(table, arithmetic) for table in ((8, 0), (8, 6)) for arithmetic in ("half", "tf32", "fp32")]
 
 
@@ -140,7 +136,7 @@ def test_what_is_spread_out_has_every_kind_of_tile(sizes):
     mask, block = problem.mask, sizes.get("block", 128)
     live = mask.to_dense()[0, :, :block]
     assert mask.blocks == (2, 2) and 0 in mask.tile and (mask.tile > 0).any()
-    assert len(mask.indices) < 2 * 2 * 2  # and dead ones
+    assert len(mask.indices) < 2 * 2 * 2
     assert not live.any(-1).all() and not live.any(-2).all()
 
 
@@ -164,7 +160,6 @@ def table_of(capability):
 @pytest.mark.parametrize(("capability", "arithmetic"), _OTHER_TABLES, ids=str)
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 def test_configurations_of_other_architectures_are_exact(capability, arithmetic, dim):
-    """In the interpreter, where TF32 is fp32."""
     dtype = torch.float16 if arithmetic == "half" else torch.float32
     problem = spread_out(dim, dtype, **sizes_for(arithmetic, dim))
     with table_of(capability), products_in_tf32(arithmetic == "tf32"):
@@ -186,7 +181,6 @@ def test_configurations_of_other_architectures_are_exact_on_the_gpu(capability, 
         check(problem, "triton", "cuda", {"half": "bfloat16", "fp32": "float32"}.get(arithmetic, arithmetic))
 
 
-# Each pair of dtype and head dims compiles its own kernels.
 _DIMS = [(16, 16), (32, 32), (64, 16), (64, 64), (72, 72), (80, 48), (96, 128), (128, 128), (192, 64), (256, 256)]
 _GPU_CASES = [
     pytest.param(arithmetic, dims, way, id=f"{arithmetic}-D{dims[0]}-Dv{dims[1]}-{way}")
@@ -270,7 +264,6 @@ def test_many_weights_that_are_alike_sum_to_one(k_len):
 
 
 def _alike(q_len, k_len, heads, kv_heads, scale, seed):
-    """All weights are equal if the scale is 0."""
     arguments = {
         "q_len": q_len, "k_len": k_len, "block": (64, 64), "patterns": [["full"]], "heads": [[0] * heads],
         "holes": "none", "seed": 0,
@@ -295,7 +288,7 @@ _FOUND_ON_A_GPU = (
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(time_for_examples(600))  # about 40 kernels are compiled
+@pytest.mark.timeout(time_for_examples(600))
 @pytest.mark.parametrize(("arithmetic", "dims", "way"), _GPU_CASES)
 def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
     dtype = torch.float32 if arithmetic == "tf32" else getattr(torch, arithmetic)
@@ -314,7 +307,6 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
 @pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_scores_that_fp16_cannot_hold_are_no_matter(backend, dtype, autocast):
-    """The largest score is 640,000 and then 160,000."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randint(-200, 201, (1, 2, 40, 16), generator=generator).to(dtype) for _ in range(2))
     q[:, :, 20], k[:, :, 3], k[:, :, 4], k[:, :, 4, 0] = 200.0, 200.0, 200.0, 199.0

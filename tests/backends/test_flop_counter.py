@@ -66,7 +66,7 @@ def test_dense_attention_counts_as_pytorchs_own():
     ours = counted(lambda: attention(q, k, v).sum().backward())
     scores = torch.matmul(q.detach(), k.detach().mT)
     one = counted(lambda: torch.matmul(q, k.mT))
-    assert one == 2 * scores.numel() * 16 and ours == 7 * one  # two products forward, five backward
+    assert one == 2 * scores.numel() * 16 and ours == 7 * one
 
 
 @given(mask=block_masks(most_tokens=100, batch=2, heads=2), batch=st.sampled_from([2, 4]))

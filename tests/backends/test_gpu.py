@@ -78,7 +78,6 @@ def test_global_rows_and_columns_in_chunks_are_right_and_the_same_bits_in_twenty
 @pytest.mark.parametrize(("dim", "backend"), [(32, "triton"), (64, "triton"), (128, "triton"), (128, None)])
 @pytest.mark.parametrize("pattern", ["dense", "butterfly", "local"])
 def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern, dim, backend):
-    """Most blocks of most rows lie past the end, and hold values whose use would show."""
     tokens, lengths = 2048, torch.tensor([2000, 501, 640, 77, 1023, 1999, 129, 768])
     build = {
         "dense": BlockMask.dense,
@@ -89,7 +88,7 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
     q, k, v = (x.detach() for x in inputs(len(lengths), 20, tokens, dim))
     past = (torch.arange(tokens) >= lengths[:, None]).to("cuda")[:, None, :, None]
     k, v = k.masked_fill(past, 1.0), v.masked_fill(past, 20.0)
-    q = (q + 0.5).requires_grad_()  # attends to values past the end, if they were read
+    q = (q + 0.5).requires_grad_()
     tensors = q, k.requires_grad_(), v.requires_grad_()
     got = forward_and_backward(*tensors, mask.with_lengths(lengths.to("cuda")), backend)
     if backend == "triton":

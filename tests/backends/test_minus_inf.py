@@ -56,7 +56,6 @@ def test_a_score_of_minus_inf_is_dead_beside_others(kind, beside, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_score_of_minus_inf_is_dead_in_chunks(kind, dtype):
-    """Rows are split, and some parts are dead."""
     with chunks_of(16):
         Case(kind, dtype, others=("sink",), dropout=0.2).check()
 
@@ -86,7 +85,7 @@ SCORE_MODS = {
     *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in (*HALF, torch.float32)),
 ])  # fmt: skip
 @pytest.mark.parametrize("written", SCORE_MODS)
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # in the interpreter
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_a_score_mod_that_gives_minus_inf_does_what_a_mask_does(written, device, dtype):
     tokens = 80 if device == "cpu" else 700
     generator = torch.Generator().manual_seed(0)

@@ -182,7 +182,7 @@ def test_gradients_of_gradients_are_refused(backend):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("dim", [16, 18])  # rows of 18 numbers are copied for descriptors
+@pytest.mark.parametrize("dim", [16, 18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_dies_with_its_mask_without_the_garbage_collector(backend, dtype, dim, training):
@@ -309,8 +309,6 @@ def test_functional_gradients_are_refused_in_our_words(backend):
 
 
 def transformed(run):
-    """Transforms that need derivatives which no backend has."""
-
     def total(x):
         return run(x).sum()
 
@@ -441,7 +439,7 @@ def test_masks_made_in_inference_mode_can_be_trained_with(backend):
         mask = masks.causal(SOME, block=16)
         chosen = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)
         attention(q, k, v, chosen, backend=backend)
-    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)  # saved tensors are used again
+    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)
     expected = torch.autograd.grad(want.sum(), (q, k, v))
     for each in (mask, chosen, again, chosen.canonical()):
         out = attention(q, k, v, each, backend=backend)

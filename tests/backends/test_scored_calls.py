@@ -1,5 +1,3 @@
-"""Plain calls with score modifications bypass the registered operator."""
-
 import contextlib
 import weakref
 from unittest import mock
@@ -84,7 +82,7 @@ def test_a_plain_call_gives_the_same_bits_past_the_operator(kind, backend):
         watched = problem.run()
         assert same(watched, plain) and same(problem.gradients(watched), found)
     names = {f"sparseflash.{backend}_scored.default", f"sparseflash.{backend}_scored_backward.default"}
-    assert (names <= seen.names) == (kind != "function")  # no operator takes a function
+    assert (names <= seen.names) == (kind != "function")
 
 
 def test_who_enters_after_the_forward_sees_the_backward(backend):
@@ -165,7 +163,7 @@ def test_what_is_saved_is_unpacked_once_and_only_saved_for_a_backward(kind, back
 def test_the_graph_holds_tensors_only_where_hooks_reach_them(backend):
     problem = Problem("softcap", backend)
     bias = torch.randn(1, 2, N, N, requires_grad=True)
-    made = bias * 1  # as one that a layer computes
+    made = bias * 1
     problem.changes, alive = scores.bias(made), weakref.ref(made)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         results = problem.run()

@@ -66,7 +66,7 @@ def widest_gathered(tilings: list[Tiling]) -> Tiling:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
-    def bucket(offsets):  # a bucket that comes back
+    def bucket(offsets):
         return offsets // 48 % 3
 
     def results_in(backend, dtype):
@@ -168,7 +168,6 @@ def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dtype, backend):
-    """As in a merge of parts by their lse: -inf - -inf."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype) for _ in range(3))
     learned = {
@@ -211,7 +210,7 @@ def test_a_bias_of_tokens_past_the_lengths_need_not_be_finite(is_stored, dtype, 
 @pytest.mark.parametrize("dead", [slice(0, 40), slice(40, 80)], ids=["first keys", "last keys"])
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
 def test_the_lowest_bias_of_fp32_leaves_no_weight_unless_it_is_that_of_all_keys(dead, backend):
-    """Other libraries write it for dead scores. Times log2(e) it is -inf."""
+    """Times log2(e) it is -inf."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 80, 16, generator=generator, requires_grad=True) for _ in range(3)]
     values = torch.zeros(1, 1, 80, 80)
@@ -232,7 +231,6 @@ def test_the_lowest_bias_of_fp32_leaves_no_weight_unless_it_is_that_of_all_keys(
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
 def test_nor_does_so_low_a_bias_in_half_precision(device, dtype, dead, lowest):
-    """Padding on the left: a first tile of nothing else, and queries that see nothing else."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
     dout = torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype)
@@ -269,7 +267,6 @@ def test_weights_of_rows_with_only_very_low_biases_are_finite_and_the_least_low_
 
 
 def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
-    """Tiles of queries would span 2^31 numbers in a layout `[Nq, Hq, Nk]` of many heads and keys."""
     values = torch.empty_strided((1, 1, 2, 16), (2**24, 2**24, 2**23, 1), dtype=torch.float16).zero_()
     found = readable(values)
     assert found.stride(2) == 16 and torch.equal(found, values)
@@ -352,7 +349,6 @@ def test_sums_of_groups_are_those_of_their_rows(each):
 
 
 def test_sums_of_groups_of_known_sizes_ask_the_device_for_nothing():
-    """Otherwise no CUDA graph could record it."""
     values, group = torch.ones(8, 2), torch.zeros(8, dtype=torch.int64)
     with NoWaiting():
         found = sums_of_groups(values, group, 3, None, most=8)
@@ -364,7 +360,7 @@ def test_the_operator_passes_pytorchs_own_checks():
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
     problem = backends_problem.Problem(None, None, None, None, None, None, 16, 16, 0.25)
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
-    assert api.scored_attention.name == "triton"  # registered when its module is imported
+    assert api.scored_attention.name == "triton"
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
 
 

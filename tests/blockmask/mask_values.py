@@ -8,13 +8,11 @@ from tests.drawn.masks import blocks, dense_masks, lengths
 ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
 MOST = 150
 
-# These tests take a millisecond or two an example.
 MANY = settings(max_examples=4 * settings().max_examples)
 
 
 @st.composite
 def sizes(draw, most=MOST):
-    """`(q_len, k_len, block)`, as often square as not."""
     block = draw(blocks())
     q_len = draw(lengths(most, block[0]))
     return q_len, draw(st.just(q_len) | lengths(most, block[1])), block

@@ -77,7 +77,6 @@ def as_keys(words):
 
 @pytest.fixture
 def slow_roads(monkeypatch):
-    """A list that grows by one whenever `deduplicate` sorts whole tiles."""
     taken, unique = [], torch.unique
 
     def spy(values, *arguments, **options):

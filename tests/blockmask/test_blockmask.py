@@ -60,7 +60,7 @@ def test_transposing_twice_gives_the_rows_back(mask):
         assert torch.equal(mine, twice)
 
 
-@pytest.mark.parametrize("columns", [16_383, 20_000, 40_000])  # the first are sorted in 16 bits
+@pytest.mark.parametrize("columns", [16_383, 20_000, 40_000])
 @pytest.mark.parametrize("unused", [0, 2])
 def test_columns_of_very_many(columns, unused):
     indices = torch.tensor([0, columns // 2, columns - 1] + unused * [columns - 1], dtype=torch.int32)
@@ -232,7 +232,6 @@ def test_moving_a_mask_moves_every_array():
 
 def test_nbytes_counts_the_arrays():
     mask = masks.causal(64, block=16)
-    # 5 row starts, 10 block columns, 10 tile numbers, one tile of 16 words, one pattern number.
     assert mask.nbytes == 4 * (5 + 10 + 10 + 16 + 1)
     assert mask.with_lengths(torch.tensor([3, 4])).nbytes == mask.nbytes + 4 * 2 * 2
 
@@ -280,7 +279,7 @@ def test_what_users_see_of_a_mask_is_documented_with_an_example(name):
     if name in {each.name for each in dataclasses.fields(BlockMask)}:
         return
     assert ">>>" in found.__doc__
-    if not isinstance(found, property):  # methods are known by the class's name, wherever they are written
+    if not isinstance(found, property):
         method = getattr(BlockMask, name)
         assert (method.__module__, method.__qualname__) == ("sparseflash.blockmask.mask", f"BlockMask.{name}")
         assert pickle.loads(pickle.dumps(method)) == method

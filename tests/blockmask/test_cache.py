@@ -129,7 +129,7 @@ def test_a_mask_made_in_compiled_code_that_outlives_it_is_planned_once():
         for _ in range(3):
             compiled(*tensors())
         attention(*tensors(), kept["mask"], backend="triton")
-    assert plans.call_count <= 1  # in the first call the mask was the graph's own
+    assert plans.call_count <= 1
     assert is_countable(kept["mask"].indices)
 
 
@@ -302,7 +302,7 @@ def test_caches_are_made_while_others_are_cleared():
         for thread in threads:
             thread.start()
         for _ in range(300):
-            clear_caches()  # raised "Set changed size during iteration"
+            clear_caches()
     finally:
         stop.set()
         for thread in threads:

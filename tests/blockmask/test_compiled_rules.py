@@ -115,7 +115,6 @@ def compiled_graphs(function, **options):
 
 
 def assert_follows(mask_of, change, fullgraph=True):
-    """Attention under `mask_of()` is the same compiled, after each change of a number that it reads."""
     q = torch.randn(1, 1, N, 16, dtype=torch.float64)
     function = lambda q: attention(q, q, q, mask_of())  # noqa: E731
     compiled, graphs = compiled_graphs(function, fullgraph=fullgraph)

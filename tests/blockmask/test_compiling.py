@@ -16,8 +16,6 @@ def tensors(length, batch=2):
 
 
 def assert_same_compiled(mask_of, lengths=LENGTHS, dynamic=None, backend="eager"):
-    """Attention under `mask_of(q)` and its gradients are the same compiled, for any length, as one graph."""
-
     def function(q, k, v):
         return attention(q, k, v, mask_of(q))
 

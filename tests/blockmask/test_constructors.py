@@ -82,7 +82,6 @@ def test_tiles_in_any_order_and_any_form_give_the_same_mask(drawn, seed):
     padded = torch.from_numpy(rng.random((rows * block[0], cols * block[1])) < 0.5)
     padded[:q_len, :k_len] = dense[0, 0]
     grid = padded.view(rows, block[0], cols, block[1]).transpose(1, 2).reshape(-1, *block)
-    # Tiles in any order, dead and equal ones among them.
     order = torch.from_numpy(rng.permutation(rows * cols))
     tile = torch.arange(1, rows * cols + 1)
     tile[grid.all(-1).all(-1) & torch.from_numpy(rng.random(rows * cols) < 0.5)] = 0

@@ -1,5 +1,3 @@
-"""Masks with unused capacity, dead and equal tiles, equal patterns: they equal their canonical form."""
-
 import dataclasses
 import pickle
 import re
@@ -91,7 +89,6 @@ def test_entries_in_the_room_belong_to_the_row_past_the_last():
 
 
 def dense_of_lists(mask, starts, counts, index, tile, *, transposed):
-    """Bool `[P, rows, cols]` of tokens, from lists of tiles of block rows, or of block columns if `transposed`."""
     (row_blocks, col_blocks), (block_q, block_k) = mask.blocks, (mask.block_q, mask.block_k)
     live = bitmask.unpack(mask.bits, block_k)
     lines = col_blocks if transposed else row_blocks
@@ -190,7 +187,7 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, data):
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)  # about 25 kernels are compiled
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_the_kernel_is_exact_on_the_gpu(dtype):
     @given(dynamic_problems(most_tokens=500, head_dims=(64,), blocks=(16, 64, 128), dtypes=(dtype,)))

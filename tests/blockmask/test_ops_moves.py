@@ -425,7 +425,7 @@ def test_a_million_tokens_are_moved_in_seconds(action, megabytes):
     window = masks.local(MANY, window=1024)
     result, seconds, peak = peak_of(lambda: action(window))
     assert seconds < 5 and peak < megabytes
-    assert len(result.bits) <= 8  # however many tokens
+    assert len(result.bits) <= 8
 
 
 def test_a_million_tokens_keep_the_window_they_had():
@@ -437,7 +437,6 @@ def test_a_million_tokens_keep_the_window_they_had():
 
 
 def test_everything_is_made_on_the_device_of_the_mask():
-    # The default device.
     mask, other = masks.local(300, window=70, block=32), masks.butterfly(300, block=16, causal=True)
     padded, order = mask.with_lengths(torch.tensor([3, 130, 300])), random_order(300, 7)
     moved = torch.cat([torch.arange(256).view(8, 32).flip(0).flatten(), torch.arange(256, 300)])

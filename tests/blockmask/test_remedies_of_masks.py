@@ -15,7 +15,7 @@ MOVE = r"move a mask with mask.to\('cuda'\) or mask.to\('cpu'\)"
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_attributes_of_tensors_are_answered_with_what_to_do(name):
-    assert not hasattr(MASK, name)  # or this row hides it
+    assert not hasattr(MASK, name)
     with pytest.raises(AttributeError, match=f"^BlockMask has no attribute '{name}': .+[.]$"):
         getattr(MASK, name)
 

@@ -74,7 +74,7 @@ def test_block_numbers_of_candidates_are_single_numbers_too():
 @pytest.mark.parametrize(
     "rule",
     [
-        lambda q, k: torch.from_numpy(NUMBERS[q.numpy()] <= NUMBERS[k.numpy()]),  # of numbers NumPy makes no array
+        lambda q, k: torch.from_numpy(NUMBERS[q.numpy()] <= NUMBERS[k.numpy()]),
         lambda q, k: torch.from_numpy(np.isin(k.numpy(), [3, 7])) | (k <= q),
         lambda q, k: NUMBERS[q.numpy()] <= NUMBERS[k.numpy()],
     ],
@@ -115,7 +115,7 @@ def test_numbers_of_two_dtypes_have_the_result_of_single_numbers(rule):
 
 
 def test_a_rule_for_arrays_must_answer_for_each_pair_as_for_one():
-    def in_one(q, k):  # any of the whole array; nonzero cannot be mapped
+    def in_one(q, k):
         return (LABELS[q].nonzero()[:, -1] == 1).any() & (k <= q)
 
     with pytest.raises(

@@ -46,7 +46,6 @@ def write(path, members, compression=zipfile.ZIP_STORED):
 
 
 def forge(path, version=serialization.VERSION, **changes):
-    """A right digest of wrong arrays."""
     mask = example()
     arrays = {
         "format": np.array(serialization.FORMAT),
@@ -345,7 +344,6 @@ def test_bombs_are_refused_before_they_are_unpacked(tmp_path):
         write(path, members | {"bits.npy": bytes(5_000_000)}, compression)
         assert path.stat().st_size < 100_000
         refused(path, "a compressed member")
-    # Headers that claim terabytes.
     header = npy(np.zeros((2, 32, 1), dtype="<i4")).replace(b"(2, 32, 1), }            ", b"(99999999999, 32, 1), }  ")
     assert b"99999999999" in header
     write(path, members | {"bits.npy": header})

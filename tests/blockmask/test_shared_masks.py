@@ -1,5 +1,3 @@
-"""Equal small masks that are moved to a GPU share their arrays there."""
-
 import pytest
 import torch
 from hypothesis import given

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from sparseflash.blockmask import unique
 
-# Close together; too far apart for a table of 4096 entries; as far as int64 goes.
 VALUES = st.one_of(
     *(
         st.lists(st.integers(-most, most) | st.sampled_from([-most, 0, most]), max_size=30)

@@ -49,7 +49,6 @@ def replace(make=window):
     return breaker
 
 
-# (rule, how it is broken).
 BROKEN = [
     (r"indptr must run from 0 to the 7 stored tiles", replace()(indptr=lambda m: int32([1, 2, 5, 7]))),
     (r"indptr must run from 0 to the 7 stored tiles", replace()(indptr=lambda m: int32([0, 2, 5, 6]))),

@@ -226,9 +226,6 @@ def test_ones_own_code_may_lie_beside_the_library(tmp_path, monkeypatch):
     assert not isinstance(caught.value, Refused)
 
 
-# show
-
-
 def test_show_says_what_analysis_says(tmp_path):
     mask = masks.local(1024, window=256) & masks.causal(1024)
     picture, kept = tmp_path / "mask.png", tmp_path / "mask.mask"
@@ -282,8 +279,6 @@ def test_show_of_heads_with_patterns_of_their_own():
     assert str(analysis.flops(mask, 64)) in unwrapped(output)  # its own number of heads, not eight
 
 
-# check
-
 RAGGED = masks.per_head([masks.local(200, window=60, block=32), masks.causal(200, block=32)])
 WHOLE = BlockMask.from_layout(torch.eye(3, dtype=torch.bool), block=128)
 HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 40 == k // 40), 200, block=32)
@@ -298,7 +293,7 @@ HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 4
         (HOLES, {"heads": 1}),
         (masks.causal(200, block=32).with_lengths([150, 0, 200]), {}),
         (masks.local(200, window=60, block=32), {"dtype": torch.bfloat16}),
-        (masks.causal(2), {"dim": 16, "seed": 33}),  # its plain result is right by luck in four draws
+        (masks.causal(2), {"dim": 16, "seed": 33}),
     ],
 )
 def test_attention_is_exact_by_its_yardstick(mask, options):
@@ -342,9 +337,6 @@ def test_the_backend_is_the_one_that_is_named():
     quick = ("check", "local(100, window=30, block=32)", "--head-dim", "16", "--backend", "triton", *CPU)
     output = run(*quick, code=0 if interpreted else 2)
     assert ("Exact: no error" if interpreted else "TRITON_INTERPRET=1") in output
-
-
-# bench
 
 
 def test_bench_gives_times_beside_dense_attention():
@@ -411,7 +403,7 @@ def test_what_is_not_exact_is_not_timed(monkeypatch):
 def test_of_a_long_mask_the_end_is_compared():
     short, long = masks.local(256, window=64), masks.causal(128, 10_000)
     assert bench.corner(short) is short
-    assert bench.corner(long) == masks.causal(128, 4096)  # it has live scores with any alignment
+    assert bench.corner(long) == masks.causal(128, 4096)
     assert bench.corner(masks.causal(5000)) == masks.causal(5000).crop(q=(904, 5000), k=(904, 5000))
 
 
@@ -514,7 +506,6 @@ def test_the_row_of_flexattention_says_whether_it_has_a_rule(mask, name, monkeyp
 
 @pytest.fixture
 def stand_in_fa4(monkeypatch):
-    """FlashAttention-4's functions on a CPU: dense attention of [B, N, H, D], and the arguments that it was given."""
     given = []
 
     def attend(q, k, v, *, causal=False, window_size=(None, None), **lists):
@@ -587,9 +578,6 @@ def test_all_commands_on_a_gpu():
     assert not bench.has_fa4() or bench.PEERS["fa4"] in rows
 
 
-# info
-
-
 def test_the_build_of_torch_is_told_where_its_distribution_leaves_it_out(monkeypatch):
     from sparseflash.cli import info
 
@@ -652,9 +640,6 @@ def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):
     assert str(info._of_inductor()) == default_cache_dir()
 
 
-# patterns
-
-
 def test_patterns_lists_what_the_library_has_in_a_sentence_each():
     said = unwrapped(run("patterns"))
     assert "pooled_scores" not in said
@@ -669,9 +654,6 @@ def test_patterns_describes_one():
     assert said.startswith("local(q_len, k_len=None, *, window=None, ") and masks.local.__doc__.split("\n")[0] in said
     assert json.loads(run("patterns", "local", "--json"))["description"] == said.removesuffix("\n")
     assert run("patterns", "locl", code=2) == "Error: no pattern is called locl; did you mean local?\n"
-
-
-# convert
 
 
 @pytest.mark.parametrize(
@@ -739,7 +721,7 @@ def test_flexattention_can_use_the_lists_of_a_file(tmp_path):
 
     run("convert", "causal(100, block=32)", str(tmp_path / "m.pt"), "--to", "flex")
     fields = torch.load(tmp_path / "m.pt", weights_only=True)["fields"]
-    del fields["lookup"]  # for those who have no mask_mod of their own
+    del fields["lookup"]
     rule = lambda b, h, q, k: k <= q  # noqa: E731
     flex = FlexBlockMask(mask_mod=rule, **fields)
     want = create_block_mask(rule, None, None, 100, 100, device="cpu", BLOCK_SIZE=32)
@@ -795,7 +777,7 @@ def test_a_zip_file_that_cannot_be_read_is_told_in_a_line(tmp_path):
     masks.causal(64).save(file)
     contents = bytearray(file.read_bytes())
     entry = contents.index(b"PK\x01\x02")
-    contents[entry + 6] = 109  # zipfile raises NotImplementedError for this version
+    contents[entry + 6] = 109
     file.write_bytes(contents)
     assert "must be a sparseflash mask file, whole and undamaged" in run("show", str(file), code=2)
 
@@ -850,7 +832,7 @@ def test_an_archive_that_inflates_to_gigabytes_is_refused_by_its_list(tmp_path):
     npz_of(file, **{**CSR, "data": np.ones(4, bool)})
     contents = bytearray(file.read_bytes())
     entry = contents.index(b"PK\1\2", contents.index(b"PK\1\2") + 1)
-    contents[entry + 24 : entry + 28] = (2**32 - 2).to_bytes(4, "little")  # its size when it is inflated
+    contents[entry + 24 : entry + 28] = (2**32 - 2).to_bytes(4, "little")
     file.write_bytes(contents)
     said = run("show", str(file), code=2)
     assert re.search(
@@ -919,9 +901,6 @@ def test_a_compressed_file_of_tensors_is_refused(tmp_path):
     assert "n.pt must be a file that convert wrote; got a compressed member '" in run(
         "show", str(tmp_path / "n.pt"), code=2
     )
-
-
-# JSON, pages, certificates, completion
 
 
 def test_json_has_numbers_and_nothing_else_is_printed(tmp_path):
@@ -1067,7 +1046,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(monkeypatch, tm
 
 def test_what_it_needs_is_said_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "sparseflash.cli.app", None)
-    with pytest.raises(ModuleNotFoundError):  # of our own: a broken installation, which is shown as it is
+    with pytest.raises(ModuleNotFoundError):
         command_line.main()
     monkeypatch.delitem(sys.modules, "sparseflash.cli.app")
     monkeypatch.setitem(sys.modules, "typer", None)

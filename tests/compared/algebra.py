@@ -24,7 +24,7 @@ def peak_of(action):
         pytest.skip("the peak of memory is read from /proc")
     with threads(1):  # so that CPU time is work, not waiting threads
         action()  # allocations that happen only once
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        Path("/proc/self/clear_refs").write_text("5")
         before, start = _kilobytes("VmRSS"), time.process_time()
         result = action()
         return result, time.process_time() - start, max(0, _kilobytes("VmHWM") - before) / 1000

@@ -29,7 +29,6 @@ def new_memory_is_nan():
 
 
 def time_for_examples(seconds):
-    """Time limit of a test that takes `seconds` with 25 examples."""
     return seconds * max(1.0, settings().max_examples / 25)
 
 
@@ -71,7 +70,6 @@ def plain():
 
 
 def plain_results(problem, device, arithmetic):
-    """TF32 is written out: PyTorch uses it for some shapes only."""
     if arithmetic != "tf32":
         with plain():
             return results(problem, "reference", device)
@@ -97,7 +95,7 @@ def plain_draws(problem, device, arithmetic, truth=None):
 
 def check(problem, backend, device="cpu", arithmetic=None):
     # Weights past a sequence's end may be too large for fp16.
-    with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
+    with np.errstate(over="ignore", invalid="ignore"):
         got = results(problem, backend, device)
     check_results(problem, got, backend, device, arithmetic)
 
@@ -125,7 +123,6 @@ def score_magnitude(problem):
 
 
 def loads(way):
-    """The kernel loads its tiles by tensor descriptors if the tensors allow it, or always by pointers."""
     return override(descriptors=way == "descriptors")
 
 

@@ -34,19 +34,17 @@ def with_pairs(score, b, h, q, k, pairs):
 
 @dataclass(frozen=True)
 class Case:
-    """Attention whose scores are -inf by one kind of modification, in rows of every pattern."""
-
     kind: str
     dtype: torch.dtype
     tokens: int = 56
     dim: int = 16
     tile: int = 16
     block: int = 16
-    others: tuple[str, ...] = ()  # softcap, alibi, sink
+    others: tuple[str, ...] = ()
     dropout: float = 0.0
     lengths: tuple[int, ...] | None = None
-    whole: bool = False  # no mask beside
-    half: bool = False  # the tensors have the dtype of q
+    whole: bool = False
+    half: bool = False
     learned: bool = True
     seed: int = 0
 
@@ -163,7 +161,7 @@ class Case:
         return dict(zip(names, (out, lse, *found), strict=True))
 
     def check(self, backend="triton", device="cpu"):
-        with np.errstate(over="ignore", invalid="ignore"):  # past the ends
+        with np.errstate(over="ignore", invalid="ignore"):
             got = self.results(backend, device)
         truth = self.results("reference", device, torch.float64, by_mask=True)
         live, mask = self.alive(), self.mask()

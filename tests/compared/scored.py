@@ -17,9 +17,7 @@ KINDS = (
     "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
     "query temperature", "tile bias",
 )  # fmt: skip
-# Gradients of their tensors are summed in each of the kernels' ways.
 FUNCTIONS = ("function of places", "function of tables", "function of scores")
-# Over several ranks.
 SHARDED = tuple(kind for kind in KINDS if kind != "tile bias")
 SAME_KIND = ({*FUNCTIONS}, {"alibi", "log_decay"}, {"t5", "clipped", "grid"}, {"bias", "pair bias"},
              {"temperature", "query temperature"})  # fmt: skip
@@ -41,10 +39,10 @@ def of_scores(score, b, h, q, k):
 class Scored:
     problem: Problem
     kinds: tuple[str, ...]
-    shared: bool = False  # by the batch, or the heads
+    shared: bool = False
     half: bool = False  # the tensors have the problem's dtype, not fp32
-    fixed: tuple[str, ...] = ()  # kinds whose tensors require no gradient
-    own: tuple[str, ...] = ()  # kinds whose tensors have all batch elements and heads
+    fixed: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
 
     @property
     def dtype(self):
@@ -137,7 +135,6 @@ ALMOST_ALL_WEIGHT_ON_ONE_KEY = Scored(
 
 @st.composite
 def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
-    """One to three modifications of different kinds, one of them `always`."""
     if always is None:
         chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
     else:
@@ -167,7 +164,6 @@ def results(case, backend, device="cpu", dtype=None):
 
 
 def plain_draws(case, device, truth):
-    """As `exactness.plain_draws`."""
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
     seeds = range(problem.seed, problem.seed + testing.draws_for(1, 1, learned=True))

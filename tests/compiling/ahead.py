@@ -1,8 +1,7 @@
 """Compiles the kernels of the exactness tests on a machine without a GPU: `pytest -m gpu --compile-ahead`.
 
-Kernels are compiled for an H100 as the tests would launch them, not run. A test fails if a kernel does not compile,
-needs too much shared memory, or reads one address in two layouts. Triton's cache then serves a machine with a GPU.
-Tests that do not compare by `exactness.check` or `scored.check` are left out.
+Kernels are compiled for an H100 as the tests would launch them, not run. Triton's cache then serves a machine with a
+GPU. Tests that do not compare by `exactness.check` or `scored.check` are left out.
 """
 
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ _checked = set()
 
 def is_compiled(item):
     of_module = getattr(getattr(item, "module", None), "check", None)
-    is_replaced = of_module in (exactness.check, scored.check)  # other kinds read results of a GPU
+    is_replaced = of_module in (exactness.check, scored.check)
     return item.get_closest_marker("gpu") is not None and is_replaced and "exact_on_the_gpu" in item.name
 
 

@@ -1,5 +1,3 @@
-"""Python in another process, where Triton compiles."""
-
 import os
 from functools import cache
 

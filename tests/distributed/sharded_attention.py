@@ -20,7 +20,6 @@ def planned(member, mask, options):
 
 
 def forward(member, mask, q, k, v, plan_options, options):
-    """This rank's results on the CPU, kept for `backward`."""
     plan = planned(member, mask, plan_options)
     local = [
         plan.scatter(x.detach().to(member.device), side=side).requires_grad_(x.requires_grad)
@@ -41,7 +40,6 @@ def backward(member, dout, dlse):
 
 
 def several_calls(member, options):
-    """Calls of several sizes, so that buffers are replaced and shared."""
     results = []
     for tokens, more in ((100, {"stages": 3}), (300, {"stages": 0}), (70, {}), (300, {"stages": 2})):
         more = more if options["strategy"] == "keys" else {}
@@ -55,7 +53,6 @@ def several_calls(member, options):
 
 
 def scored_results(member, case, plan_options, options):
-    """This rank's part of `scored.results`, on the CPU."""
     problem = case.problem
     *whole, dout, dlse = problem.tensors(member.device)
     changes, learned = case.changes(member.device, case.dtype)

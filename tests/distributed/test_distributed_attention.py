@@ -48,7 +48,7 @@ def needed_keys(mask, ranks, batch, kv_heads):
     plan = distributed.shard(mask, ranks=ranks)
     dense = mask.to_dense().expand(batch, -1, -1, -1)
     group = dense.shape[1] // kv_heads if dense.shape[1] > 1 else 1
-    dense = dense.unflatten(1, (-1, group)).any(2).expand(-1, kv_heads, -1, -1)  # [B, Hkv, Nq, Nk]
+    dense = dense.unflatten(1, (-1, group)).any(2).expand(-1, kv_heads, -1, -1)
     count = 0
     for rank in range(ranks):
         read = dense[:, :, plan.queries.positions(rank)].any(2)
@@ -249,7 +249,7 @@ def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
     """Each head has its own mask, so that other ranks' keys lie in its slots, and the last block is ragged."""
     mask = masks.per_head([masks.local(70, window=33, block=16), masks.butterfly(70, block=16)] * 2)
     q, k, _ = tensors(mask, heads=4, kv_heads=2, batch=2)
-    v = torch.eye(70).expand(2, 2, 70, 70)  # the output is the weights themselves
+    v = torch.eye(70).expand(2, 2, 70, 70)
     out, _ = sharded(pool, 2, mask, {"strategy": strategy}, dropout_p=0.5, seed=11, backend=backend)(q, k, v)
     plain = attention(q, k, v, mask)
     keep = dropout.keep_mask(11, 0.5, 2, 4, 70, 70)

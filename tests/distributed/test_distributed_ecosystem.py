@@ -52,10 +52,7 @@ def summed(gradients, group):
 
 
 def with_plan(member, way, dropout_p):
-    """`(gradients, output)` of the sum of squares.
-
-    The first rank draws the dropout of a single process.
-    """
+    """The first rank draws the dropout of a single process."""
     model, x, mask = model_and_data(dropout_p=dropout_p)
     if member.rank > 0:
         torch.manual_seed(member.rank)
@@ -87,19 +84,19 @@ def test_a_layer_has_the_gradients_of_one_process(pool, way, dropout_p):
 
 
 def on_a_mesh(member, wrap):
-    """Two by two ranks: data parallel outside, context parallel inside. The mean loss over the batch."""
+    """Two by two ranks: data parallel outside, context parallel inside."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model, x, mask = model_and_data()
     plan = distributed.shard(mask, mesh["cp"])
-    if wrap == "ddp":  # the mean over a dp rank's examples and a cp rank's tokens
+    if wrap == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     share = x[mesh["dp"].get_local_rank() :: 2]
     out = model(plan.scatter(share), plan)
-    ((out**2).sum() * mesh.size()).backward()  # their mean over four ranks is then the sum
+    ((out**2).sum() * mesh.size()).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
 

@@ -1,5 +1,3 @@
-"""Sharded attention on GPUs through NCCL; needs two GPUs."""
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -60,11 +58,10 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
     ),
     strategy=st.sampled_from(["keys", "queries"]),
 )
-@settings(max_examples=max(1, settings().max_examples // 6))  # most compile kernels of their own
+@settings(max_examples=max(1, settings().max_examples // 6))
 def test_changed_scores_are_as_exact(pool, case, strategy):
     mask, ranks = case.problem.mask, len(pool.pipes)
     assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
-    # Kernels learn tables of a limited size.
     assume("function of tables" not in case.kinds or mask.q_len * mask.k_len <= MOST_ENTRIES)
     check_scored(pool, ranks, case, {"strategy": strategy})
 
@@ -89,7 +86,7 @@ def test_dropout_is_that_of_one_gpu(pool, dtype, strategy, data):
 def test_the_weights_that_one_gpu_keeps_are_kept(pool, strategy, dtype):
     mask = masks.per_head([masks.local(248, window=99, block=16), masks.butterfly(248, block=16)] * 2)
     q, k, _ = tensors(mask, heads=4, kv_heads=2, dtype=dtype)
-    v = torch.eye(248, dtype=dtype).expand(1, 2, 248, 248)  # the output is the weights themselves
+    v = torch.eye(248, dtype=dtype).expand(1, 2, 248, 248)
     first, second = (
         sharded(pool, 2, mask, {"strategy": strategy}, dropout_p=0.5, seed=11)(q, k, v)[0] for _ in range(2)
     )

@@ -28,12 +28,11 @@ def examples(page):
 
 
 def outputs(page):
-    """The text block that directly follows each Python example, its output; empty if it has none."""
     return [output for _, output in EXAMPLE.findall(text(page))]
 
 
 def cannot_run_here(source):
-    """Whether an example says in its first line that it needs a GPU, a model or anything else that a test lacks."""
+    """Whether an example says in its first line what it needs that a test lacks."""
     return source.startswith("# Needs ")
 
 

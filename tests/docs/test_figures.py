@@ -249,7 +249,7 @@ def test_a_run_that_is_older_than_its_kernels_must_be_marked(page, monkeypatch):
     assert said in command.problems([found])
     marked = page(found.after)
     assert command.problems([marked]) == []
-    monkeypatch.setattr(marks, "changes", lambda file: None)  # as in a source distribution: no history
+    monkeypatch.setattr(marks, "changes", lambda file: None)
     assert command.problems([page(found.after)]) == []
     monkeypatch.setattr(marks, "changes", lambda file: 0)
     assert command.problems([page(found.after)]) == ["page.md is out of date: run python -m docs.figures"]
@@ -266,7 +266,7 @@ def test_a_list_of_runs_marks_the_older_ones_and_says_once_what_the_mark_means(p
         "† The kernels have changed since this run.\n<!-- /runs -->\n"
     )
     assert page(found.after).is_current()
-    monkeypatch.setattr(marks, "changes", lambda file: None)  # as in a source distribution: no history
+    monkeypatch.setattr(marks, "changes", lambda file: None)
     assert page(found.after).is_current()
 
 
@@ -274,7 +274,7 @@ def test_the_age_of_a_run_is_read_from_the_history_of_its_kernels():
     paths = stale.KERNELS_OF["speed"]
     if stale.changes_since("f8db2f94", paths) is None:
         pytest.skip("git has no history here")
-    assert stale.changes_since("0000000000", paths) is None  # no such commit
+    assert stale.changes_since("0000000000", paths) is None
     assert stale.changes_since("f8db2f94", paths) > 0
     assert stale.changes_since("f8db2f94+changes", paths) == stale.changes_since("f8db2f94", paths)
     missing = {path for paths in stale.KERNELS_OF.values() for path in paths if not (store.ROOT / path).exists()}
@@ -314,7 +314,6 @@ def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
 
 
 def test_the_readme_stays_short():
-    """At most 120 lines and 30 measured numbers, without their noise."""
     text = (store.ROOT / "README.md").read_text()
     written = [content for kind, _, content in marks.MARK.findall(text) if kind == "figure"]
     of_tables = [content for kind, _, content in marks.MARK.findall(text) if kind == "table"]
@@ -325,7 +324,6 @@ def test_the_readme_stays_short():
 
 
 def test_docstrings_have_no_measured_numbers(tmp_path):
-    """What was measured is a row of experiments/results/tried/*.csv, or a run."""
     path = tmp_path / "module.py"
     path.write_text('"""A module."""\n\n\ndef f():\n    """It takes 1.2 times\n    as long."""\n    return 30  # us\n')
     assert handwritten.in_docstrings(path) == ["module.py:5: 1.2 times as long"]
@@ -334,7 +332,6 @@ def test_docstrings_have_no_measured_numbers(tmp_path):
 
 
 def test_the_figures_of_the_pages_are_those_of_the_store():
-    """`python -m docs.figures` writes what this test says is out of date."""
     assert command.problems([filled(path) for path in marks.pages()]) == []
 
 
@@ -358,7 +355,6 @@ def test_the_command_lists_checks_and_writes(page, monkeypatch, capsys, words, s
 
 
 def test_every_idea_that_was_tried_is_on_the_page_of_its_topic():
-    """Every section of `tried/TOPIC.csv` stands on TOPIC.md, and no table there is typed by hand."""
     for path in sorted((store.RESULTS / "tried").glob("*.md")):
         text = path.read_text()
         sections = {row["section"] for row in tried.rows_of(path.stem)}

@@ -53,5 +53,5 @@ def test_a_table_that_differs_is_noticed(compiled):
 def test_rows_cover_every_score_modification_that_exists():
     page = told.PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", page))
-    helpers = {"Scores", "clipped", "t5_buckets", "tile_values", "relative_3d"}  # relative_3d is made as relative_2d is
+    helpers = {"Scores", "clipped", "t5_buckets", "tile_values", "relative_3d"}
     assert set(scores.__all__) - helpers <= named

@@ -264,7 +264,6 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def painted(drawing, shape):
-    """RGB `[R, C, 3]`."""
     rgb = np.full((*shape, 3), 255)
     for path in drawing.iter(f"{SVG}path"):
         colour = [int(path.get("stroke")[i : i + 2], 16) for i in (1, 3, 5)]
@@ -293,7 +292,6 @@ def test_html_is_well_formed_and_draws_every_live_cell(mask):
 
 @pytest.mark.parametrize("heads", [1, 4, 9])
 def test_html_stays_below_64_kilobytes(heads):
-    # Nothing to merge.
     rng = np.random.default_rng(0)
     dense = rng.random((heads, 1024, 1024)) < rng.random((heads, 1024, 1024)) ** 2
     full = rng.random((heads, 64, 64)) < rng.random((heads, 64, 64))

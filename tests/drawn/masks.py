@@ -1,7 +1,6 @@
 """Hypothesis strategies for masks, every size bounded by a parameter.
 
-A drawn mask is a recipe: its repr, pasted into a test after `from tests.drawn.masks import *`, builds it again. Bulk
-values come from a drawn seed, so that shrinking stays quick.
+A drawn mask is a recipe: its repr, pasted into a test after `from tests.drawn.masks import *`, builds it again.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from sparseflash import BlockMask, masks
 
-# The contents of a tile. "random" differs from tile to tile; the others recur.
 TILES = ("full", "random", "dead", "lower", "upper", "repeated", "single")
-# Rows or columns that are emptied: some single ones, and a run.
 HOLES = ("none", "rows", "columns", "both")
 RULES = ("near", "far", "documents", "strided", "queries", "keys", "nothing")
 SEEDS = st.integers(0, 2**31 - 1)
@@ -35,7 +32,7 @@ def blocks(values: Sequence[int] = (16, 32, 64)) -> SearchStrategy[tuple[int, in
     return square | st.tuples(st.sampled_from(values), st.sampled_from(values))
 
 
-_blocks = blocks  # for functions with a parameter of the same name
+_blocks = blocks
 
 
 def lengths(most: int, block: int = 16) -> SearchStrategy[int]:
@@ -57,8 +54,7 @@ def dense_mask(
     holes: str,
     seed: int,
 ) -> Tensor:
-    """Bool `[B, H, Nq, Nk]`. `patterns`: the kinds of tile of each pattern; `heads[b][h]`: the pattern of head h of
-    batch element b."""
+    """`patterns`: the kinds of tile of each pattern; `heads[b][h]`: the pattern of head h of batch element b."""
     rng = np.random.default_rng(seed)
     made = np.stack([_one_pattern(rng, q_len, k_len, block, kinds, holes) for kinds in patterns])
     return torch.from_numpy(made[np.array(heads)])
@@ -82,7 +78,7 @@ def _one_pattern(
         "single": single,
     }
     which = rng.integers(len(kinds), size=(rows, cols))
-    grid = np.stack([of_kind[kind] for kind in kinds])[which]  # [Mq, Mk, block_q, block_k]
+    grid = np.stack([of_kind[kind] for kind in kinds])[which]
     is_random = np.array([kind == "random" for kind in kinds])[which]
     grid[is_random] = rng.random((is_random.sum(), block_q, block_k)) < rng.choice([0.05, 0.5, 0.95])
     dense = grid.transpose(0, 2, 1, 3).reshape(rows * block_q, cols * block_k)[:q_len, :k_len].copy()
@@ -101,7 +97,6 @@ def _hole(rng: np.random.Generator, length: int, block: int) -> np.ndarray:
 
 
 def _leading(size: int) -> SearchStrategy[int]:
-    """`size`, or now and then 1: shared."""
     return st.sampled_from([size, size, 1])
 
 
@@ -133,7 +128,6 @@ def dense_masks(q_len: int, k_len: int, batch: int, heads: int, block: tuple[int
 
 
 def rule(name: str, number: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A predicate by its name in RULES."""
     return {
         "near": lambda q, k: (q - k).abs() < number,
         "far": lambda q, k: (q - k).abs() >= number,
@@ -163,7 +157,6 @@ def _from_function(*, q_len: int, k_len: int, block: tuple[int, int], rule_name:
 
 
 def _documents(*, q_len: int, k_len: int, block: tuple[int, int], cuts: Sequence[int], causal: bool) -> BlockMask:
-    """Cut at these per mille of queries and keys."""
     ends = [sorted(cut * length // 1000 for cut in cuts) for length in (q_len, k_len)]
     lengths = [np.diff([0, *inner, length]) for inner, length in zip(ends, (q_len, k_len))]
     return masks.documents(*lengths, causal=causal, block=block)
@@ -172,7 +165,6 @@ def _documents(*, q_len: int, k_len: int, block: tuple[int, int], cuts: Sequence
 def _vertical_slash(
     *, q_len: int, k_len: int, block: tuple[int, int], heads: int, verticals: int, slashes: int, seed: int
 ) -> BlockMask:
-    """Without distance 0, so with empty rows."""
     rng = np.random.default_rng(seed)
     vertical, slash = (rng.integers(0, q_len, (heads, count)) for count in (verticals, slashes))
     return masks.vertical_slash(q_len, vertical=vertical, slash=slash, block=block)
@@ -205,8 +197,6 @@ SQUARE = ("butterfly", "deepspeed_bigbird")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A builder's name, its arguments, and the lengths given afterwards: of queries and keys, or a tuple for each."""
-
     builder: str
     arguments: dict[str, Any]
     lengths: tuple[int, ...] | tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -225,10 +215,6 @@ class Recipe:
 def recipes(
     draw: DrawFn, most_tokens: int, blocks: Sequence[int], batch: int = 1, heads: int = 1, apart: bool = False
 ) -> Recipe:  # fmt: skip
-    """Recipes for `batch` elements and `heads` query heads.
-
-    apart: queries and keys may have different lengths.
-    """
     # from_dense first and twice: failures shrink towards it.
     builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
     block = draw(_blocks(blocks))

@@ -1,7 +1,4 @@
-"""Hypothesis strategies for attention problems: a drawn mask, shapes, dtypes, layouts in memory, and tensors.
-
-A drawn problem is a recipe: its repr, pasted into a test after `from tests.drawn.problems import *`, builds it again.
-"""
+"""Hypothesis strategies for attention problems: a drawn mask, shapes, dtypes, layouts in memory, and tensors."""
 
 from __future__ import annotations
 

@@ -139,7 +139,6 @@ def python_rules(data):
 
 @st.composite
 def spelled(draw, length, python=True):
-    """One of the rules above, or two joined, shown by names and seed."""
     data = Data(draw(st.integers(0, 999)), length)
     mapped = data_rules(data)
     rules = mapped | (python_rules(data) if python else {})
@@ -159,8 +158,6 @@ def spelled(draw, length, python=True):
 
 
 class Spelled:
-    """is_mapped: torch.vmap can call it for many b and h at once."""
-
     def __init__(self, name, rule, is_mapped):
         self.name, self.rule, self.is_mapped = name, rule, is_mapped
 
@@ -172,6 +169,5 @@ class Spelled:
 
 
 def by_numbers(rule, *sizes):
-    """The values of a function of single numbers, one after another, `[B, H, Nq, Nk]`."""
     places = itertools.product(*(torch.arange(n) for n in sizes))
     return torch.stack([torch.as_tensor(rule(*place)) for place in places]).view(sizes)

@@ -1,5 +1,3 @@
-"""The strategies draw valid things, and the interesting cases really occur."""
-
 import dataclasses
 
 import pytest

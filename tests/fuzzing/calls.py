@@ -30,7 +30,6 @@ FAMILIES = {
 
 
 def stop_if_device_failed(family, number, drawn):
-    """Every later call on a GPU that failed fails, too."""
     if values.DEVICE.type == "cuda":
         try:
             torch.cuda.synchronize(values.DEVICE)
@@ -40,10 +39,6 @@ def stop_if_device_failed(family, number, drawn):
 
 
 def run(family, examples, number=None, ends=None, **options):
-    """Draws calls of a family and counts how they ended in `ends`; raises what went wrong.
-
-    The same number draws the same calls.
-    """
     ends = Counter() if ends is None else ends
     wild = FAMILIES[family]
 
@@ -53,7 +48,7 @@ def run(family, examples, number=None, ends=None, **options):
         try:
             end = wild(**drawn)
         except Exception:
-            ends["failure"] += 1  # Hypothesis's calls for simplifying count, too
+            ends["failure"] += 1
             stop_if_device_failed(family, number, drawn)
             raise
         stop_if_device_failed(family, number, drawn)
@@ -70,7 +65,7 @@ def one_turn(family, number):
     ends = Counter()
     try:
         return run(family, CALLS, number, ends, deadline=None, database=None), []
-    except Exception as failure:  # a group for several failures
+    except Exception as failure:
         failures = getattr(failure, "exceptions", [failure])
         notes = ["".join(getattr(each, "__notes__", [])[:1]) for each in failures]
         what = [f"{type(each).__name__}: {each} {note}" for each, note in zip(failures, notes)]

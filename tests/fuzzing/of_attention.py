@@ -35,7 +35,6 @@ SIZES = {"batch": [1, 2, 3, 0], "heads": [1, 2, 4, 3, 0], "tokens": [17, 1, 40, 
 
 @st.composite
 def attention_inputs(draw):
-    """Shapes, dtypes and layouts of q, k and v, half of them fitting."""
     fits = draw(st.booleans())
     pick = lambda name: draw(st.sampled_from(SIZES[name][: -1 if fits else None]))  # noqa: E731
     batch, kv_heads, q_len, k_len, dim = pick("batch"), pick("heads"), pick("tokens"), pick("tokens"), pick("dim")
@@ -78,7 +77,6 @@ LARGEST_IN_HALF = 2.0**20
 
 
 def are_plain(inputs, specs, scale=None):
-    """Whether the result can be predicted."""
     return (
         all(isinstance(x, torch.Tensor) and x.device.type == device().type for x in inputs)
         and all(spec["fill"] in ("normal", "zero") for spec in specs)
@@ -91,7 +89,6 @@ def factor_of(q, scale):
 
 
 def largest_score(q, k, scale):
-    """A bound of |scale * q.k|, and of |scale|, a factor of the gradients."""
     lengths = (x.detach().as_subclass(torch.Tensor).double().norm(dim=-1).flatten().tolist() for x in (q, k))
     return abs(factor_of(q, scale)) * math.prod(max([1.0, *each]) for each in lengths)
 
@@ -324,7 +321,7 @@ def expanded_inputs(draw):
 def fuzz_strides(drawn, backend, grad):
     q, k, v, name, values, window = drawn
     q_len, k_len = q.shape[2], k.shape[2]
-    if k_len > 2**20:  # no array has a number for each key
+    if k_len > 2**20:
         window, grad, backend = window or 30, False, "triton"
         if name == "relative":
             return "refused"

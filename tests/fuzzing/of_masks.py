@@ -248,7 +248,7 @@ NEEDED = {"causal", "M", "N", "R", "C", "indices"}
 
 @st.composite
 def conversions(draw):
-    if draw(st.integers(0, 3)) == 0:  # the others are too much alike to be drawn again
+    if draw(st.integers(0, 3)) == 0:
         name = draw(st.sampled_from(sorted(FROM))).removeprefix("from_")
         return name, [draw(convertible(name))], {}
     if draw(st.booleans()):

@@ -1,6 +1,4 @@
-"""Random calls of the public API end in a right result or one clear error.
-
-For each class of bug that users of similar libraries have reported, a test:
+"""For each class of bug that users of similar libraries have reported, a test:
 | class of bug | held by |
 |---|---|
 | wrong gradients of sparse masks at one head dim | backends/test_exactness.py, every backend, D and Dv drawn |

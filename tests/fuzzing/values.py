@@ -53,9 +53,6 @@ def outcome(call):
             return "refused", error
 
 
-# Values
-
-
 NUMBERS = st.sampled_from([0, 1, 2, 3, 7, 16, 17, 40, -1, -7, 2**31, -(2**31), 2**63, -(2**63), 2**70])
 SMALL = st.sampled_from([1, 2, 3, 4, 8, 16, 32, 40])
 ODD = st.sampled_from([None, True, False, 0.5, -1.5, math.nan, math.inf, "16", b"x", (), (16,), [1, 2], {}, object])

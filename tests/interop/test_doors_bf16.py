@@ -31,18 +31,16 @@ from tests.interop import test_flash_attn, test_natten, test_xformers
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, H, HKV, N, D = 2, 4, 2, 300, 64
 SUMS = [0, 13, 213, N]
-Q, K = (B, N, H, D), (B, N, HKV, D)  # tokens first, as flash-attn, NATTEN and xformers have them
+Q, K = (B, N, H, D), (B, N, HKV, D)
 HEADS_FIRST = (B, H, N, D), (B, HKV, N, D)
 
 
 @dataclass
 class Door:
-    """`call(*tensors)` and its `definition`, which returns `out`, or `(out, lse)` if the call does."""
-
     call: object
     definition: object
     shapes: tuple
-    learned: tuple = ()  # shapes of tensors in fp32
+    learned: tuple = ()
     gradients: bool = True
 
     def drawn(self, seed, dtype, device):
@@ -66,7 +64,6 @@ class Door:
 
 
 def dense(q, k, v, live, change=lambda s: s, sink=None, scale=None):
-    """`(out, lse)` with heads first; `live [.., Nq, Nk]`; every query has a key."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = change(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale))
@@ -99,9 +96,6 @@ def capped(s, slopes=None, distance=None):
 
 def on(x, q):
     return x.to(q.device)
-
-
-# flash-attn
 
 
 def flash(q, k, v):
@@ -149,8 +143,6 @@ LENGTHS = torch.tensor([170, 33])
 
 
 def cached(page):
-    """`flash_attn_with_kvcache` with three new tokens, in rows or pages."""
-
     def call(q, k, v, new_k, new_v):
         k, v = k.clone(), v.clone()
         table = None
@@ -199,8 +191,6 @@ def rotary_defined(q, k, v, new_k, new_v):
     return torch.cat(found)
 
 
-# FlexAttention
-
 GRAPH = torch.randint(0, 8, (B, N, N), generator=torch.Generator().manual_seed(0))
 
 
@@ -235,7 +225,6 @@ def flex_learned_defined(q, k, v, table):
 
 
 def flex_products(q, k, v, own, other):
-    """As MLA adds its rotary part; and a curve of PyTorch's."""
     mod = lambda s, b, h, i, j: torch.nn.functional.gelu(s + torch.dot(own[b, h, i], other[b, 0, j]))  # noqa: E731
     return flex_attention(q, k, v, mod, enable_gqa=True)
 
@@ -243,9 +232,6 @@ def flex_products(q, k, v, own, other):
 def flex_products_defined(q, k, v, own, other):
     every = torch.ones(N, N, dtype=torch.bool)
     return dense(q, k, v, every, lambda s: torch.nn.functional.gelu(s + own @ other.mT))[0]
-
-
-# NATTEN
 
 
 def na2d(q, k, v, more_k, more_v):
@@ -277,9 +263,6 @@ def na(axes, grid, **options):
     return Door(call, definition, ((B, *grid, H, D), (B, *grid, HKV, D), (B, *grid, HKV, D)))
 
 
-# xformers
-
-
 def blocks(q, k, v):
     bias = test_xformers.bias_of("BlockDiagonalCausalMask", [13, 200, 87], [13, 200, 87], 0)
     return xformers.memory_efficient_attention(q, k, v, bias)
@@ -296,8 +279,6 @@ def added(q, k, v, bias):
 def added_defined(q, k, v, bias):
     return tokens_first(q, k, v, CAUSAL, lambda s: s + bias)[0]
 
-
-# FastVideo
 
 LISTS = torch.rand(B, H, 5, 5, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :3]
 SIZES = torch.tensor([64, 64, 40, 64, 7])
@@ -319,17 +300,12 @@ def video_defined(q, k, v):
 
 
 # PyTorch's scaled_dot_product_attention, which is its own definition
-
-
 def torch_defined(**options):
     return lambda *tensors: scaled_dot_product_attention(*tensors, enable_gqa=True, **options)
 
 
 def ours(**options):
     return lambda *tensors: sdpa(*tensors, enable_gqa=True, **options)
-
-
-# vLLM and SGLang
 
 
 def engine(door, page, new):
@@ -374,7 +350,7 @@ def engine(door, page, new):
 # blocks chosen for each query
 
 INDEX = torch.randint(0, 13, (HKV, N, 3), generator=torch.Generator().manual_seed(0))
-INDEX[..., 0] = (torch.arange(N) - torch.tensor(SUMS)[DOCUMENT]) // 16  # its own block
+INDEX[..., 0] = (torch.arange(N) - torch.tensor(SUMS)[DOCUMENT]) // 16
 
 
 def chosen(q, k, v, temperature, sink):
@@ -386,7 +362,7 @@ def chosen(q, k, v, temperature, sink):
 
 def chosen_defined(q, k, v, temperature, sink):
     at = torch.arange(N) - torch.tensor(SUMS)[DOCUMENT]
-    listed = (at // 16 == INDEX[..., None]).any(-2)  # [Hkv, Nq, Nk]
+    listed = (at // 16 == INDEX[..., None]).any(-2)
     live = (listed & SAME & CAUSAL).repeat_interleave(H // HKV, 0)
     return dense(q, k, v, live, lambda s: capped(s / temperature.to(s.dtype)[:, None, None]), sink=sink)
 

@@ -15,7 +15,6 @@ fa4_masks = block_masks(most_tokens=400, blocks=(128,), batch=2, heads=2)
 
 
 def listed(counts, indices, rows, cols):
-    """Bool `[B, H, rows, cols]`: the blocks that the lists name, each once."""
     dense = torch.zeros(*counts.shape[:2], rows, cols, dtype=torch.bool)
     for b, h, i in torch.ones(counts.shape).nonzero().tolist():
         row = indices[b, h, i, : counts[b, h, i]].tolist()

@@ -36,7 +36,6 @@ def live_scores(q_len, k_len, causal, window):
 
 
 def defined(q, k, v, live, *, scale=None, softcap=0.0, slopes=None, sink=None):
-    """`(out, lse)` of `[N, H, D]`: scaled, capped, then biased; a query without keys gives 0."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -449,7 +448,7 @@ def test_padded_sequences_are_packed_and_padded_again():
 def test_packed_queries_keys_and_values_are_those_apart():
     (qkv,) = drawn((2, 30, 3, 4, 16))
     q, kv = qkv[:, :, 0], qkv[:, :, 1:]
-    window = (0.0, 0.3, True, (7, 0))  # by position: dropout_p, softmax_scale, causal, window_size
+    window = (0.0, 0.3, True, (7, 0))
     want = flash_attn_func(*qkv.unbind(2), *window)
     assert torch.equal(flash_attn_qkvpacked_func(qkv, *window), want)
     assert torch.equal(flash_attn_kvpacked_func(q, kv, *window), want)

@@ -59,7 +59,6 @@ def test_blocks_of_any_size_come_in(size, rows, cols, with_mask, seed):
 
 
 def test_each_distinct_tile_is_taken_apart_once(monkeypatch):
-    # Not all tiles are unpacked at once.
     taken = []
     unpack = scores.bitmask.unpack
     monkeypatch.setattr(
@@ -68,7 +67,7 @@ def test_each_distinct_tile_is_taken_apart_once(monkeypatch):
     monkeypatch.setattr(scores, "SCORES_AT_ONCE", 1)
     mask = masks.local(1024, window=100, block=32)
     bsr = to_flashinfer(mask)
-    assert taken == [1] * (len(mask.bits) + 1)  # and the full tile
+    assert taken == [1] * (len(mask.bits) + 1)
     assert torch.equal(dense_of(bsr), mask.to_dense()[0, 0])
 
 

@@ -47,7 +47,6 @@ def representable(live, causal):
 
 @st.composite
 def intervals(draw, causal, most=60):
-    """`(indices [B, H, Nk, 1 | 2 | 4], q_len)` of any kind that the format allows."""
     k_len = draw(lengths(most))
     q_len = k_len if causal else draw(st.just(k_len) | lengths(most))
     bounds = draw(st.sampled_from([1, 2] if causal else [2, 4]))

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 def as_lists_say(flex, batch, heads):
-    """Bool `[batch, heads, Nq, Nk]`, from the lists and `mask_mod`."""
     (q_len, k_len), (block_q, block_k) = flex.seq_lengths, flex.BLOCK_SIZE
     rule = create_mask(flex.mask_mod, batch, heads, q_len, k_len, device="cpu")
     dense = torch.zeros(batch, heads, q_len, k_len, dtype=torch.bool)
@@ -213,7 +212,7 @@ def test_a_mask_mod_that_nobody_can_trace_may_ask_for_a_number(mod):
 
 def test_exported_rules_may_be_combined():
     mask = masks.local(60, window=9, block=16)
-    mod = and_masks(to_flex(mask).mask_mod, lambda b, h, q, k: k <= q)  # which takes both numbers, times 0
+    mod = and_masks(to_flex(mask).mask_mod, lambda b, h, q, k: k <= q)
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=16)
     assert from_flex(flex, batch=1, heads=1) == mask & masks.causal(60, block=16)
 
@@ -242,7 +241,7 @@ def test_a_mask_mod_is_never_asked_past_the_end():
 
 def test_a_mask_mod_is_asked_about_partial_blocks_only():
     flex = create_block_mask(lambda b, h, q, k: k <= q, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
-    flex.mask_mod = lambda b, h, q, k: q < 0  # kills partial blocks; full and dead ones stay as they are
+    flex.mask_mod = lambda b, h, q, k: q < 0
     assert from_flex(flex) == BlockMask.from_layout(torch.ones(4, 4, dtype=torch.bool).tril(-1), block=16)
 
 
@@ -328,7 +327,7 @@ def test_lists_of_blocks_of_any_size(q_len, k_len, block_q, block_k, left, right
         ours.to_dense().expand_as(live), live
     )
     if separate and block_q % size[0] == block_k % size[1] == 0 and bool(flex.full_kv_num_blocks.any()):
-        assert bool((mask.tile == 0).any())  # parts of full blocks are full
+        assert bool((mask.tile == 0).any())
 
 
 FIVE = {

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called", "ignore:
 
 
 def drawn(*shapes, seed=0):
-    """FlexAttention refuses gradients on a CPU."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
@@ -119,12 +118,10 @@ SIGNED = {
 
 
 def signed(form, x, q_len, k_len):
-    """FlexAttention writes the difference as `kv_idx - q_idx`."""
     return lambda s, b, h, q, k: SIGNED[form](x, s, h, -(k - q - (k_len - q_len)))
 
 
 def with_kinds(*arguments):
-    """`flex_attention`, and the kinds of its calls of `attention`."""
     kinds = []
 
     def noted(*given, scores, **named):
@@ -137,14 +134,12 @@ def with_kinds(*arguments):
 
 
 def plain(mod, q, k, v, live):
-    """Attention by definition; a query without keys gives 0."""
     places = torch.meshgrid(*(torch.arange(n) for n in (*q.shape[:3], k.shape[2])), indexing="ij")
     scores = mod(q @ k.mT / q.shape[-1] ** 0.5, *places).masked_fill(~live, -torch.inf)
     return scores.softmax(-1).masked_fill(~live.any(-1, keepdim=True), 0) @ v
 
 
 def alike(kind, mod, slopes, q, k, v, mask):
-    """Compares `flex_attention` with the definition, also gradients of learned slopes."""
     live = mask.to_dense() if isinstance(mask, BlockMask) else theirs.create_mask(causal, 1, 1, 50, 50, device="cpu")
     (out, kinds), want = with_kinds(q, k, v, mod, mask), plain(mod, q, k, v, live)
     assert kinds == [kind]
@@ -192,7 +187,7 @@ def test_signed_distances_under_another_mask_are_no_alibi(name, form):
     q_len, k_len = mask.shape[2:]
     slopes, q, k, v = drawn((2,), (2, 2, q_len, 16), (2, 2, k_len, 16), (2, 2, k_len, 8))
     mod = signed(form, slopes, q_len, k_len)
-    for other in (mask.with_lengths([1, 1]), mask):  # they share what is known of the mask
+    for other in (mask.with_lengths([1, 1]), mask):
         alike("function", mod, slopes, q, k, v, other)
     assert with_kinds(q, k, v, mod, None)[1] == ["function"]
     alike("function", signed(form, slopes.requires_grad_(), q_len, k_len), slopes, q, k, v, mask)
@@ -209,7 +204,7 @@ def test_the_contents_of_a_dynamic_mask_are_not_waited_for():
 def test_what_is_no_distance_from_a_key_to_its_query_is_no_alibi():
     q, k, v = drawn((1, 2, 30, 16), (1, 2, 50, 16), (1, 2, 50, 16))
     for mod in (
-        lambda s, b, h, q, k: s + SLOPES[h] * (k - q),  # the distance at the top left
+        lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
         lambda s, b, h, q, k: s + SLOPES[h] * (k - q - 21),
         lambda s, b, h, q, k: s + SLOPES[h] * (k + q),
         lambda s, b, h, q, k: s - SLOPES[h] * torch.log1p(q + 20 - k),  # NaN after the query

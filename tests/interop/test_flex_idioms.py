@@ -1,5 +1,3 @@
-"""Masks and score_mods as users of FlexAttention write them, against FlexAttention's own code."""
-
 import re
 from functools import partial
 
@@ -41,7 +39,6 @@ def causal(b, h, q, k):
 
 
 def in_documents(mask_mod, offsets):
-    """attention-gym's `generate_doc_mask_mod`."""
     number = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
 
     def live(b, h, q, k):
@@ -52,7 +49,6 @@ def in_documents(mask_mod, offsets):
 
 
 def batchified(mask_mod, size):
-    """attention-gym's `batchify_mask_mod`."""
     return lambda b, h, q, k: (q // size == k // size) & mask_mod(b, h, q % size, k % size)
 
 
@@ -69,7 +65,6 @@ class Decoder:
         return lambda b, h, q, k: self.live(b, h, q, k)
 
 
-# mask_mods, and which of b and h they read
 RULES = {
     "causal": (causal, ""),
     "window": (lambda b, h, q, k: (q - k).abs() < 9, ""),
@@ -101,7 +96,6 @@ RULES = {
 
 @st.composite
 def rules(draw):
-    """A mask_mod and what it reads: one of `RULES`, or several joined."""
     names = draw(st.lists(st.sampled_from(sorted(RULES)), min_size=1, max_size=3))
     parts, read = zip(*(RULES[name] for name in names))
     if len(parts) == 1:
@@ -176,7 +170,6 @@ def test_one_sequence_needs_no_more_than_its_number():
     alike([got], [eager(mod)[:1]])
 
 
-# score_mods, and the gradients' tensors of those that learn
 SCORE_MODS = {
     "alibi": lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / H)),
     "alibi of a table": lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs(),
@@ -277,7 +270,7 @@ def test_what_a_mask_of_flexattention_reads_may_change(made):
     def rule(b, h, q, k):
         return (document[b, q] == document[b, k]) & layer.live(b, h, q, k) & (q >= start[0])
 
-    mask = made(rule, B, H, N, N, device="cpu", BLOCK_SIZE=64)  # one partial block: its lists stay right
+    mask = made(rule, B, H, N, N, device="cpu", BLOCK_SIZE=64)
     first = flex_attention(Q, K, V, block_mask=mask)
     for change in (
         lambda: document.copy_(DOCUMENTS.flip(-1)),
@@ -380,7 +373,7 @@ def test_queries_without_keys_are_as_in_flexattention():
         grads = torch.autograd.grad(out.sum() + lse[:, :, first:].sum(), (q, k, v))
         assert all(bool(x.isfinite().all()) for x in grads) and bool((grads[0][:, :, :first] == 0).all())
     far = flex_attention(Q, K, V, lambda s, b, h, q, k: torch.where(q > 4, s, -1e9), return_lse=True)
-    assert bool((far[0][:, :, :5] != 0).all())  # a finite number is no mask: the query sees all keys alike
+    assert bool((far[0][:, :, :5] != 0).all())
 
 
 def test_other_names_are_those_of_pytorch():

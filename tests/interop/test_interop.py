@@ -63,7 +63,6 @@ def two_heads():
 
 
 def runs_until_there_are_too_many():
-    """Keys from 70 on have too many live runs for FlashMask."""
     mask = BlockMask.from_function(lambda q, k: (k < 70) | (q % 20 < 5), 100, block=16)
     return [x.tolist() if isinstance(x, torch.Tensor) else x for x in dead_runs(mask, 0)]
 

@@ -1,5 +1,3 @@
-"""Megatron-core's own GPT model with our core attention, on a CPU, beside Megatron-core's DotProductAttention."""
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -10,7 +8,7 @@ import torch
 from sparseflash import attention, masks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Megatron-core's own, of packages that it can also use
+pytestmark = pytest.mark.filterwarnings("ignore")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
@@ -28,7 +26,6 @@ CAUSAL = torch.ones(1, 1, N, N, dtype=torch.bool).triu(1)  # True: dead
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch):
-    """A world of one process. Megatron-core's own attention asks for CUDA's device and generator."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1, 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")

@@ -43,7 +43,6 @@ def grid_live(grid, windows, strides, dilations, causals):
 
 
 def defined(q, k, v, live, scale=None):
-    """`(out [B, N, H, D], lse [B, N, H])`."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -220,7 +219,6 @@ def test_layers_are_projections_around_the_functions(axes):
     layer = kind(32, 2, kernel_size=3, dilation=2, is_causal=(True, *[False] * (axes - 1)), qk_scale=0.4)
     assert [*layer.state_dict()] == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]  # NATTEN's names
     x = torch.randn(2, *(8, 6, 7)[:axes], 32)
-    # NATTEN: the features of a token are [3, heads, head dim].
     q, k, v = layer.qkv(x).reshape(*x.shape[:-1], 3, 2, 16).movedim(-3, 0)
     want = FUNCTIONS[axes](q, k, v, 3, 1, 2, (True, *[False] * (axes - 1)), 0.4)
     torch.testing.assert_close(layer(x), layer.proj(want.reshape(x.shape)))

@@ -9,7 +9,6 @@ from sparseflash.interop import sglang, vllm
 
 
 def plain(q, k, v, left, softcap, sink, scale):
-    """The last queries of one sequence by definition, `[n, Hq, D]` over `[N, Hkv, D]`: `(out, lse [Hq, n])`."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ keys.mT * scale

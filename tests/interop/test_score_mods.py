@@ -198,7 +198,6 @@ def test_what_is_recognised_has_the_values_and_gradients_of_the_function(data, q
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# Rules with tensors x for three batch elements and five heads, and the indices of their dimensions.
 MORE = {
     "slopes": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * (q - k).abs()),
     "log": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * torch.log1p((q - k).abs())),
@@ -225,7 +224,7 @@ def test_tensors_with_entries_for_more_heads_are_read_as_indices_read_them(name)
     out = attention(q, k, v, scores=changes, backend="reference")
     places = torch.meshgrid(*(torch.arange(n) for n in (2, 2, 20, 20)), indexing="ij")
     want = rule(x)(q @ k.mT / 4, *places).softmax(-1) @ v
-    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)  # log1p of integers is fp32
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
     wanted = torch.autograd.grad(want.square().sum(), x)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), wanted, rtol=1e-5, atol=1e-6)
 

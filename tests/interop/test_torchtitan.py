@@ -1,5 +1,3 @@
-"""torchtitan's own models with our inner attention, on a CPU, beside torchtitan's own attentions."""
-
 from functools import partial
 
 import pytest
@@ -20,7 +18,6 @@ LOCAL = partial(masks.local, window=9, causal=True)
 
 
 def built(inner_attention=None, **options):
-    """The debug model of Llama 3 with two layers, always with the same weights."""
     config = llama3_configs["debugmodel"]("varlen")
     config.layers = config.layers[:2]
     if inner_attention is None:
@@ -83,7 +80,7 @@ def test_the_lse_goes_to_the_transform():
     out = attention(q, k, v, attention_masks=metadata, enable_gqa=True)
     weighted = attention(q, k, v, attention_masks=metadata, out_transform=lambda out, lse: out * lse[..., None])
     assert out.shape == (2, 60, 4, 8)
-    at = slice(37, 60)  # the second document of the first row
+    at = slice(37, 60)
     rows = q[0, at].transpose(0, 1) @ k[0, at].transpose(0, 1).repeat_interleave(2, 0).mT / 4
     lse = rows.masked_fill(torch.ones(23, 23, dtype=torch.bool).triu(1), -torch.inf).logsumexp(-1)
     torch.testing.assert_close(weighted[0, at], out[0, at] * lse.mT[..., None])

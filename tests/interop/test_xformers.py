@@ -1,5 +1,3 @@
-"""xformers' documented rules, and its own masks where it is installed."""
-
 import re
 from types import SimpleNamespace
 
@@ -92,7 +90,6 @@ def test_the_masks_are_the_documented_rules(name, sizes, more):
 
 
 def own_bias(name, q_sizes, k_sizes, room):
-    """The same bias by the constructors of xformers, of our own classes."""
     kind = getattr(xformers_bias, name)
     if name.startswith("LocalAttention"):
         return kind(4, 2)

@@ -1,6 +1,6 @@
 """Checks that kernels read and write only their arguments, in the interpreter.
 
-A GPU stops only outside allocated pages, and nearly every address of the host is valid. So every address is looked up.
+A GPU stops only outside allocated pages, and nearly every address of the host is valid.
 """
 
 from bisect import bisect_right

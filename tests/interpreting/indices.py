@@ -1,7 +1,4 @@
-"""Bounds of loops in Triton's interpreter.
-
-Triton 3.6 converts an array of one number by `int`, which NumPy 2.5 refuses.
-"""
+"""Triton 3.6 converts an array of one number by `int`, which NumPy 2.5 refuses."""
 
 from triton.runtime import interpreter
 

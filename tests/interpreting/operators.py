@@ -63,7 +63,7 @@ def _set_unwrapped(obj, name, member, builder, scope):
 
 
 def _without_wrapper(obj, name, member):
-    wrapped = getattr(member, "__wrapped__", member)  # a method wraps a function that is wrapped itself
+    wrapped = getattr(member, "__wrapped__", member)
 
     def new_member(*args, **kwargs):
         kwargs["_semantic"] = _semantic
@@ -113,7 +113,6 @@ def _by_numpy(name, x, other):
 
 
 def _offset(name, x, other):
-    """Pointers and whole numbers, which are multiplied by the size of an element."""
     kind = other.dtype if type(other) is tensor else _semantic.to_tensor(other).dtype
     if name != "__add__" or kind.name not in NUMBERS:
         return None
@@ -134,7 +133,7 @@ def _of_tensors(operation, own, kind):
 
 
 def _with_number(name, own, number):
-    """Only if Triton casts the number. 0.0 would match -0.0."""
+    """0.0 would match -0.0."""
     kind = _semantic.to_tensor(number).dtype
     if not {own.name, kind.name} <= NUMBERS or (type(number) is float and number == 0):
         return None
@@ -178,7 +177,6 @@ def _operate_on_numbers(self, lhs, rhs, op):
 
 
 def _reduce_at_once(self, input):
-    """Sorting sums by xor."""
     if self.combine_fn is not tl.standard._xor_combine:
         return _generic_reduce(self, input)
     (x,) = input

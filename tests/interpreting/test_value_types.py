@@ -101,7 +101,6 @@ REFUSALS = (ValueError, TypeError, OverflowError, triton.language.semantic.Incom
 
 
 def assert_computed_alike(name, x, y):
-    """Twice: Triton's own way is taken first."""
     try:
         wanted = as_triton_computes(name, x, y)
     except REFUSALS:

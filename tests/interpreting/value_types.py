@@ -15,7 +15,6 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# bf16, and casts to booleans, have rules of their own.
 NUMBERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
 MOST_NUMBERS = 64  # kept for a type: literals of kernels are few, scales are not
 
@@ -55,7 +54,7 @@ def _make_known_block(self, element_ty, shape):
     if type(shape) not in (list, tuple) or any([type(size) is not int for size in sizes]):
         _make_block(self, element_ty, shape)
         return
-    known = element_ty.__dict__.setdefault("_blocks", {})  # of this very type, so it lives as long
+    known = element_ty.__dict__.setdefault("_blocks", {})
     if sizes not in known:
         _make_block(self, element_ty, shape)
         self._of_tensors, self._numbers, self._computed, self._sizes = [], {}, {}, sizes
@@ -113,7 +112,7 @@ def _known_operands(self, lhs, rhs, *allowed, **checked):
     if not (left or right) or (lhs if left else rhs).dtype.is_ptr() or checked:
         return _operands(self, lhs, rhs, *allowed, **checked)
     if left and right:
-        if rhs.dtype.is_ptr() or len(allowed) > 2:  # division promotes numbers below fp32
+        if rhs.dtype.is_ptr() or len(allowed) > 2:
             return _operands(self, lhs, rhs, *allowed)
         if lhs.type is rhs.type:
             return lhs, rhs
@@ -136,7 +135,7 @@ def _known_operands(self, lhs, rhs, *allowed, **checked):
 
 
 def _broadcast_different_shapes(self, lhs, rhs):
-    left, right = lhs.type.__dict__.get("_sizes", ()), rhs.type.__dict__.get("_sizes", ())  # () for a scalar
+    left, right = lhs.type.__dict__.get("_sizes", ()), rhs.type.__dict__.get("_sizes", ())
     if left == right:
         return lhs, rhs
     if (left, right) not in _joined:

@@ -8,10 +8,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Imports(ast.NodeVisitor):
-    """The imports of a source: `(package, name)` of `from package import name`, `(module, "")` of `import module`.
-
-    `for_types`: under `if TYPE_CHECKING`.
-    """
+    """The imports of a source: `(package, name)` of `from package import name`, `(module, "")` of `import module`."""
 
     def __init__(self, source, module, is_package=False):
         self.at_import, self.in_functions, self.for_types = set(), set(), set()
@@ -67,7 +64,6 @@ def read(folder, package):
 
 def read_all():
     library = read(ROOT / "sparseflash", "sparseflash")
-    # sparseflash/masks is a symlink.
     library = {name: imports for name, imports in library.items() if not below(name, "sparseflash.masks")}
     return library | read(ROOT / "masks", "sparseflash.masks") | read(ROOT / "experiments", "experiments")
 
@@ -77,14 +73,12 @@ def below(name, *parents, separator="."):
 
 
 def modules_of(names):
-    """`from package import name` is the module `name` if it exists, else the package."""
     found = {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for base, name in names}
     return found & MODULES.keys()
 
 
 @cache
 def path_of(module):
-    """`masks/local.py` of `sparseflash.masks.local`."""
     path = module.replace(".", "/")
     path = path.removeprefix("sparseflash/") if below(module, "sparseflash.masks") else path
     return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"

@@ -5,8 +5,8 @@ row names. Any module below a folder may import modules of that folder that impo
 inside functions and for types count.
 """
 
-# As "folder:group". Ways to compute attention do not import one another. What starts kernels needs `triton:launching`;
-# what chooses tiles for attention needs `triton:choosing`.
+# Ways to compute attention do not import one another. What starts kernels needs `triton:launching`; what chooses tiles
+# for attention needs `triton:choosing`.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs device "
@@ -22,7 +22,6 @@ _GROUPS = {
 _LIBRARY = {
     ".": "attention.py blockmask explain.py merge.py scaled_dot_product.py varlen.py",
     "__main__.py": "cli",
-    # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
     "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask "
     "decode_checks.py scores validation.py",
@@ -39,7 +38,7 @@ _LIBRARY = {
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
     "blockmask/mask.py": "blockmask blockmask/methods",
-    "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
+    "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",
     "blockmask/ops": "blockmask",
     "cli": ". analysis attention.py backends/triton:launching draw explain.py interop masks testing",
     "distributed": "attention.py blockmask merge.py scores validation.py",
@@ -58,7 +57,6 @@ _LIBRARY = {
     "selection": "attention.py backends backends/chosen_blocks.py backends/triton/selected blockmask decode.py "
     "grouped.py masks masks/fused masks/tiling nn scores selected_tokens.py",
     "testing": "backends/reference.py blockmask scores validation.py",
-    # The ways to compute attention.
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
@@ -125,7 +123,6 @@ _EXPERIMENTS = {
     "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
-    # The benchmarks of one file.
     "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
@@ -134,9 +131,8 @@ _EXPERIMENTS = {
     "benchmarks/harness": "benchmarks:timing measurements.py training",
     "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
-    "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
-    "sparseflash/backends/reference.py sparseflash/backends/triton:launching PUBLIC",
-    "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers measurements.py lm lm/model training",
+    "benchmarks/exactness": "benchmarks/harness measurements.py training",
+    "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
     "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
@@ -163,7 +159,6 @@ PUBLIC = tuple(_path(name, "sparseflash") for name in _PUBLIC.split())
 MAY_IMPORT = {
     _path(row, "sparseflash"): {_path(name, "sparseflash") for name in names.split()} for row, names in _LIBRARY.items()
 }
-# Benchmarks of single kernels call any part of the backends.
 BACKENDS = tuple(row for row in MAY_IMPORT if row.startswith("sparseflash/backends"))
 for _row, _names in _EXPERIMENTS.items():
     _found = {_path(name, "experiments") for name in _names.split() if name not in ("BACKENDS", "PUBLIC")}
@@ -183,7 +178,9 @@ KERNELS = (
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/select.py",
+    "masks/fused/starts.py",
     "masks/fused/summed_scores.py",
     "masks/fused/tile_scores.py",
+    "masks/fused/starts.py",
     "masks/fused/unused.py",
 )

@@ -1,5 +1,3 @@
-"""The imports between modules, and packages that `import sparseflash` does not need."""
-
 from graphlib import CycleError, TopologicalSorter
 from unittest import mock
 
@@ -172,7 +170,6 @@ def circle(graph):
     "module", [m for m in MODULES if not below(path_of(m), "experiments", *KERNELS, separator="/")]
 )
 def test_only_the_kernels_import_triton(module):
-    """`backends.triton` has modules that work without Triton, too."""
     loaded, waiting = {module}, [module]
     while waiting:
         new = modules_of(MODULES[waiting.pop()].at_import) - loaded
@@ -182,7 +179,6 @@ def test_only_the_kernels_import_triton(module):
 
 
 def loaded_by(start):
-    """When these are imported, and when their functions run."""
     loaded, waiting = set(start), list(start)
     while waiting:
         imports = MODULES[waiting.pop()]
@@ -190,6 +186,12 @@ def loaded_by(start):
         loaded |= new
         waiting += new
     return loaded
+
+
+def test_no_module_of_the_library_has_400_lines():
+    ours = [module for module in MODULES if below(module, "sparseflash")]
+    lengths = {module: (ROOT / path_of(module)).read_text().count("\n") for module in ours}
+    assert len(ours) > 400 and not {module: length for module, length in lengths.items() if length >= 400}
 
 
 def test_hopper_needs_nothing_of_the_portable_kernels():

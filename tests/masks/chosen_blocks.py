@@ -8,7 +8,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.masks import fused
 from tests.drawn.masks import blocks, lengths
 
-antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")  # the function has the same name
+antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")
 
 MOST = 150
 BLOCKS = (16, 32, 64)
@@ -42,7 +42,6 @@ def distinct(shape, seed):
 
 
 def tokens_of(layout, q_len, k_len, block):
-    """`[..., Nq, Nk]`: whether a score's tile is in `layout`."""
     i, j = torch.arange(q_len) // block[0], torch.arange(k_len) // block[1]
     return layout[..., i[:, None], j]
 
@@ -58,7 +57,6 @@ def tiles_with(live, block):
 
 
 def assert_keeps(mask, live, block):
-    """The mask is dynamic, safe to run, and keeps exactly these scores."""
     assert mask.dynamic
     mask.validate()
     assert mask.shape == live.shape

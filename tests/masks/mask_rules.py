@@ -10,7 +10,6 @@ def grid(q_len, k_len):
 
 
 def assert_keeps(mask, live):
-    """The mask equals the canonical mask of exactly these scores."""
     mask.validate()
     assert mask.shape == (1, 1, *live.shape)
     wrong = (mask.to_dense()[0, 0] != live).nonzero()

@@ -9,7 +9,6 @@ MOST = 150
 
 
 def sizes():
-    """`(q_len, block)`."""
     return st.tuples(lengths(MOST), blocks(BLOCKS))
 
 
@@ -22,7 +21,6 @@ def is_power_of_two(x):
 
 
 def assert_heads(mask, live):
-    """As `assert_keeps`, for the heads `live` [H, Nq, Nk]."""
     mask.validate()
     assert mask == BlockMask.from_dense(live, block=(mask.block_q, mask.block_k))
     assert torch.equal(mask.to_dense()[0], live)

@@ -126,7 +126,7 @@ def reached(mask, layers):
 def test_butterfly_reaches_every_block_in_log2_layers_and_no_sooner(count):
     mask, layers = masks.butterfly(16 * count, block=16), ceil_log2(count)
     assert reached(mask, layers).all()
-    if count & (count - 1) == 0 and count > 1:  # then some two blocks differ in every bit of their numbers
+    if count & (count - 1) == 0 and count > 1:
         assert not reached(mask, layers - 1).all()
 
 

@@ -61,7 +61,6 @@ def test_pooled_scores_are_summed_in_single_precision_under_autocast_too(dtype):
 
 
 def antidiagonal_formula(q, k, block, stride, causal):
-    """One head, a group and a token at a time: q `[Nq, D]`, k `[Nk, D]`, in fp64."""
     (q_len, dim), k_len = q.shape, k.shape[0]
     groups_q, groups_k = -(-q_len // stride), -(-k_len // stride)
     s = torch.full((groups_q, groups_k), -torch.inf, dtype=torch.float64)

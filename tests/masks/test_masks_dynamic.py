@@ -27,7 +27,6 @@ from tests.masks.chosen_blocks import (
 
 
 def forced_tiles(q_len, k_len, block, causal, sink, local):
-    """Written tile by tile, from the diagonal key of each query."""
     rows, cols = blocks_of(q_len, k_len, block)
     forced = torch.zeros(rows, cols, dtype=torch.bool)
     for i in range(rows):
@@ -43,7 +42,6 @@ def forced_tiles(q_len, k_len, block, causal, sink, local):
 
 @st.composite
 def choices(draw):
-    """`(sizes, shape of the scores, keyword arguments, tiles that may be chosen, forced tiles)`"""
     q_len, k_len, block = draw(sizes())
     causal = draw(st.booleans())
     sink, local = draw(st.sampled_from([(0, 0), (0, 0), (1, 0), (0, 1), (1, 2), (2, 1)]))
@@ -56,7 +54,6 @@ def choices(draw):
 
 
 def rows_of(scores, arguments, live, forced):
-    """Index, columns that may be kept by score, and forced columns of each row."""
     may = tiles_with(live, arguments["block"])
     scores = as_four(scores)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
@@ -104,7 +101,7 @@ def test_mass_keeps_the_fewest_blocks_that_hold_the_share(drawn, mass, extra, se
         held, total = 0.0, sum(weight.values())
         for j in (*always, *ranked)[:most]:
             if abs(held - mass * total) < 1e-5 * total and mass < 1.0 and j not in always:
-                return  # too near to say in fp32
+                return
             if held < mass * total or mass == 1.0 or j in always:
                 layout[at][j] = True
             held += weight[j]
@@ -159,7 +156,7 @@ def test_more_mass_keeps_more():
 
 def test_mass_is_of_the_softmax_and_not_of_the_exponentials():
     scores = distinct((6, 6), seed=2)
-    for shift in (-1e4, 300.0):  # their exponentials are 0 and infinite
+    for shift in (-1e4, 300.0):
         shifted = scores.double() + shift
         mask = masks.mass_blocks(shifted, mass=0.7, q_len=96, block=16)
         assert mask == masks.mass_blocks(scores.double(), mass=0.7, q_len=96, block=16)
@@ -198,4 +195,4 @@ def test_what_the_kernels_leave_to_the_operations():
         assert fused.serves(SCORES, 4, 4)
         assert not fused.serves(SCORES, 4, fused.LONGEST_ROW + 1)
         assert not fused.serves(torch.nn.Parameter(SCORES), 4, 4)
-    assert not fused.serves(SCORES, 4, 4)  # it lies on the CPU
+    assert not fused.serves(SCORES, 4, 4)

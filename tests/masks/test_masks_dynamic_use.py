@@ -162,7 +162,6 @@ def gpu_tensors(tokens=16_384, heads=8):
 
 
 def gpu_masks(q, k):
-    """The timed builders, at 16,384 tokens in blocks of 128."""
     scores = masks.pooled_scores(q, k)
     indices = torch.randint(0, 16_384 // 64, (1, 1, 16_384, 16), device="cuda")
     sizes = {"q_len": 16_384, "causal": True}

@@ -44,7 +44,6 @@ def dense_of_lists(index, counts, q_len, k_len, block, causal):
 
 @st.composite
 def lists(draw):
-    """`(index [B, H, Mq, K], counts or None, keyword arguments)`."""
     block = draw(blocks((16, 32, 64)))
     q_len = draw(lengths(150, block[0]))
     k_len = draw(st.just(q_len) | lengths(150, block[1]))

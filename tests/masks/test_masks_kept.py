@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, clear_caches, masks
 from sparseflash.blockmask import compiling
@@ -93,6 +94,23 @@ def test_masks_of_fake_tensors_and_of_compiled_code_are_not_kept():
     with FakeTensorMode(allow_non_fake_inputs=True):
         masks.causal(40, block=16)
     torch.compile(lambda x: x + masks.causal(40, block=16).indptr.sum(), backend="eager")(torch.ones(1))
+    assert not signatures._kept
+
+
+class Marked(torch.Tensor):
+    pass
+
+
+class Marking(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        return made.as_subclass(Marked) if isinstance(made, torch.Tensor) else made
+
+
+def test_masks_of_tensors_of_another_class_are_not_kept():
+    with Marking():
+        mask = masks.causal(40, block=16)
+    assert any(isinstance(x, Marked) for x in mask._arrays())
     assert not signatures._kept
 
 

@@ -46,7 +46,6 @@ def test_fixed_sees_its_chunk_and_the_summaries(size, stride, data):
 
 
 def deepspeed_layout(count, local, wide, causal, horizontal, pattern, patterns):
-    """DeepSpeed's FixedSparsityConfig.make_layout of one head."""
     layout = torch.zeros(count, count, dtype=torch.bool)
     for i in range(count):
         for j in range(count):

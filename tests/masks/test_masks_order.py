@@ -17,7 +17,6 @@ CURVES = pytest.mark.parametrize("curve", [order.row_major, order.morton, order.
 
 
 def places(shape, by):
-    """int `[N, axes]`: the place of the curve, step by step."""
     return np.indices(shape).reshape(len(shape), -1).T[by.numpy()]
 
 
@@ -53,7 +52,6 @@ def test_residues_take_one_sparse_grid_after_another(data, shape):
 
 
 def interleaved(place, bits):
-    """The bits of all coordinates in turns, highest first."""
     return "".join(str(x >> bit & 1) for bit in reversed(range(bits)) for x in place)
 
 

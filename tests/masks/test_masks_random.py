@@ -128,7 +128,7 @@ def test_expander_has_the_spectral_gap_of_a_random_regular_graph(degree):
             256
         )
         second = torch.linalg.eigvalsh(adjacency)[-2]
-        assert second <= 2 * math.sqrt(degree - 1) + 0.1  # what Exphormer draws again for
+        assert second <= 2 * math.sqrt(degree - 1) + 0.1
 
 
 @given(st.integers(1, 30), st.integers(0, 6), SEEDS)
@@ -147,9 +147,6 @@ def test_causal_random_patterns_never_see_the_future(blocks, count, seed):
     ):
         assert not mask.to_dense().triu(1).any()
         assert mask.to_dense()[0, 0].diagonal().all()
-
-
-# ---------------------------------------------------------------------- seeds and heads
 
 
 @RANDOM

@@ -45,7 +45,6 @@ def test_prefix_is_seen_by_all_and_the_rest_causally(q_len, k_len, prefix, block
 
 @st.composite
 def packed(draw):
-    """`(lengths, k_lengths, block)`; not all of them empty."""
     pairs = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=6))
     pairs.insert(draw(st.integers(0, len(pairs))), (draw(st.integers(1, 60)), draw(st.integers(1, 60))))
     return [q for q, _ in pairs], [k for _, k in pairs], draw(blocks(BLOCKS))

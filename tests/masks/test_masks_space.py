@@ -38,7 +38,6 @@ def each(shape, values):
 
 
 def natten_axis(n, window, stride, dilation, causal):
-    """csrc/include/natten/cuda/reference/mask.hpp, token by token."""
     seen = np.zeros((n, n), dtype=bool)
     left, right = window // 2, window // 2 + window % 2 - 1
     for q, k in itertools.product(range(n), repeat=2):
@@ -288,7 +287,7 @@ def test_windows_of_many_distinct_tiles_are_evaluated_axis_by_axis():
 
     with mock.patch.object(ranges, "_inside", counted):
         mask = masks.neighborhood(shape, window=(9, 12, 12), order=order.hilbert(shape))
-    assert sum(evaluated) < 0.75 * len(mask.bits)  # of one axis each
+    assert sum(evaluated) < 0.75 * len(mask.bits)
 
 
 def test_tile_sizes_of_queries_and_keys_may_differ():

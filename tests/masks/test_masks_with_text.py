@@ -1,5 +1,3 @@
-"""Text beside a grid, against its formula."""
-
 import pytest
 import torch
 from hypothesis import given

@@ -235,8 +235,8 @@ MUTATIONS = [
     Mutation(
         "equal masks: heads and batch elements are told apart",
         "sparseflash/blockmask/methods/conversion.py",
-        "(device, *whole._numbers(), whole.pattern.shape, *contents)",
-        "(device, *whole._numbers(), *contents)",
+        "*mask._numbers(), mask.pattern.shape, *[",
+        "*mask._numbers(), *[",
         "tests/blockmask/test_shared_masks.py::test_arrays_of_the_same_bytes_are_not_taken_for_the_same_mask",
     ),
     Mutation(
@@ -291,9 +291,30 @@ MUTATIONS = [
     Mutation(
         "spans: tiles of a second portion are numbered as the first's",
         "masks/tiling/spans.py",
-        "        offset += len(made)\n",
+        "        offset += len(distinct)\n",
         "",
         "tests/masks/test_masks_tiling.py::test_a_mask_is_the_same_made_in_portions",
+    ),
+    Mutation(
+        "kept masks: 1 and True are one argument",
+        "masks/tiling/signatures.py",
+        "    return values, kinds\n",
+        "    return values\n",
+        "tests/masks/test_masks_kept.py::test_what_is_equal_but_refused_is_refused_after_an_equal_call",
+    ),
+    Mutation(
+        "starts: a row begins behind its own tiles",
+        "masks/fused/starts.py",
+        "first + lane <= program, count",
+        "first + lane <= program + 1, count",
+        "tests/masks/test_masks_starts.py::test_sums_by_the_kernels_are_those_of_an_operation",
+    ),
+    Mutation(
+        "dynamic calls: a mask that is attended again is never planned",
+        "sparseflash/backends/triton/portable/dynamic_forward.py",
+        "if _DONE in cache or",
+        "if",
+        "tests/backends/triton/test_dynamic_calls.py::test_a_mask_that_is_attended_again_is_planned_for_later_calls",
     ),
     Mutation(
         "FlashMask: tiles of a second portion are numbered as the first's",

@@ -1,7 +1,7 @@
 """Whether tests notice faults: makes the listed changes, one at a time, and runs their tests.
 
-In a copy of the tree. The exit code is 1 if a test passes in spite of the change or cannot be run, or if a text to be
-replaced is not in its file just once.
+The exit code is 1 if a test passes in spite of the change or cannot be run, or if a text to be replaced is not in its
+file just once.
 """
 
 import argparse

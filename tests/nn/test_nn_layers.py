@@ -202,7 +202,7 @@ def test_a_cache_does_not_replace_the_backend_that_was_asked_for(backend):
         mock.patch.object(self_attention, "attention_with_cache", watched(attention_with_cache)),
     ):
         steps = [layer(part, cache=cache) for part in x.split([20, 1], 1)]
-    decoding = "attention" if backend == "blockwise" else "attention_with_cache"  # blockwise cannot decode
+    decoding = "attention" if backend == "blockwise" else "attention_with_cache"
     assert asked == [("attention", backend), (decoding, backend)]
     torch.testing.assert_close(torch.cat(steps, 1), layer(x), atol=1e-5, rtol=1e-4)
 
@@ -475,7 +475,7 @@ def casting_hook(linear):
 
 def casting_forward(linear):
     forward = linear.double().forward
-    linear.forward = lambda x: forward(x.double()).float()  # as in libraries that move weights for a call
+    linear.forward = lambda x: forward(x.double()).float()
     return linear
 
 
@@ -541,7 +541,7 @@ def test_autocast_and_half_precision():
     half = copy.deepcopy(layer).bfloat16()
     out = half(x.bfloat16())
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), layer(x), atol=0.05, rtol=0.05)  # positions beyond 256 stay apart
+    torch.testing.assert_close(out.float(), layer(x), atol=0.05, rtol=0.05)
 
 
 def test_it_compiles_whole_with_gradients_and_lengths():
@@ -567,9 +567,6 @@ def test_it_exports(mask):
     x = torch.randn(2, 40, 32)
     exported = torch.export.export(layer, (x,))
     torch.testing.assert_close(exported.module()(x), layer(x))
-
-
-# Weights of torch.nn.MultiheadAttention
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -627,16 +624,13 @@ def test_weights_that_do_not_fit_are_refused():
         SparseSelfAttention.from_multihead(torch.nn.Linear(2, 2))
 
 
-# Rotary positions
-
-
 @given(shift=st.integers(0, 10_000))
 def test_products_depend_on_distances_alone(shift):
     q, k = torch.randn(2, 1, 1, 30, 16, dtype=torch.float64)
     rotary, places = Rotary(16), torch.arange(30)
     products = rotate(q, rotary(places)) @ rotate(k, rotary(places)).mT
     shifted = rotate(q, rotary(places + shift)) @ rotate(k, rotary(places + shift)).mT
-    torch.testing.assert_close(products, shifted, atol=0.02, rtol=0)  # angles of 10,000 radians in fp32
+    torch.testing.assert_close(products, shifted, atol=0.02, rtol=0)
 
 
 def test_positions_of_an_image_are_rows_and_columns():

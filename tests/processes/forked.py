@@ -30,8 +30,6 @@ TIMEOUT = 300
 
 
 class Server:
-    """A process that has imported some modules. It ends with this one."""
-
     def __init__(self, *modules, environment):
         self._forks = forkserver.ForkServer()
         self._forks.set_forkserver_preload(list(modules))
@@ -107,10 +105,7 @@ def execute_in_threads(threads, *words):
 
 
 def ranks(function, *arguments, processes):
-    """Calls the function in several processes, in an environment like torchrun's.
-
-    Returns the output of each. If one fails, ends the others and raises AssertionError with all outputs.
-    """
+    """Returns the output of each. If one fails, ends the others and raises AssertionError with all outputs."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
         "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",

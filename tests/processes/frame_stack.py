@@ -4,7 +4,7 @@ CPython keeps a thread's frames in pieces of 16 KB. A loop whose calls cross the
 another at each call, which is slow in Triton's interpreter.
 """
 
-_WORDS = 1 << 16  # half a megabyte, in a piece of one
+_WORDS = 1 << 16
 
 
 def in_one_piece(function, *arguments):

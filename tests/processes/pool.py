@@ -40,8 +40,6 @@ class Failed(Exception):
 
 
 class Processes:
-    """Processes `0 .. count - 1`, and a group of the first one, the first two, and so on."""
-
     def __init__(self, count, timeout=TIMEOUT, backend="gloo"):
         self.folder = tempfile.TemporaryDirectory()
         pairs = [multiprocessing.Pipe() for _ in range(count)]
@@ -70,7 +68,6 @@ class Processes:
         self.folder.cleanup()
 
     def each(self, ranks, function, arguments):
-        """The results, or `Failed`, of `function(member, *arguments[rank])` in each of the first `ranks` processes."""
         for pipe, some in zip(self.pipes[:ranks], arguments, strict=True):
             self.send(pipe, ranks, function, some)
         return [self.receive(pipe) for pipe in self.pipes[:ranks]]
@@ -85,7 +82,7 @@ class Processes:
     def run(self, ranks, function, *arguments):
         results = self.each(ranks, function, [arguments] * ranks)
         failed = [result for result in results if isinstance(result, Failed)]
-        if failed:  # lost connections are consequences
+        if failed:
             raise Failed(failed[0].kind, failed[0].message, "\n".join(map(str, failed)))
         return results
 

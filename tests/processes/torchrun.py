@@ -11,7 +11,7 @@ ROOT = Path(experiments.__file__).parents[1]
 def torchrun(*words, processes=2, check=True):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment["PYTHONFAULTHANDLER"] = "1"  # an aborted process prints its traceback
+    environment["PYTHONFAULTHANDLER"] = "1"
     command = [sys.executable, *launcher, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stdout + done.stderr

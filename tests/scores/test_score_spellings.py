@@ -73,7 +73,6 @@ def results(out, lse, leaves):
 
 
 def by_numbers(function, q, k, v, given_):
-    """Attention whose scores are changed one after another."""
     products = q @ k.mT / 4
     rows = [
         function(products[b, h, i, j], *map(torch.tensor, (b, h, i, j)), *given_)

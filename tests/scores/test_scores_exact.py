@@ -31,7 +31,7 @@ def test_rounded_weights_do_not_matter_where_all_values_are_equal():
         out = attention(q, k, torch.ones_like(k), scores=scores.temperature(temperature), backend=backend)
         (gradient,) = torch.autograd.grad(out, temperature, dout)
         errors[backend] = float(gradient.abs().max())
-    assert errors["reference"] > 1e-5  # the scores are large enough to show it
+    assert errors["reference"] > 1e-5
     # An error of the mean is corrected under the same weights: the remaining one is of second order.
     assert errors["blockwise"] < torch.finfo(torch.float32).eps ** 0.5 * errors["reference"]
 

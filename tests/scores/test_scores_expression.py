@@ -36,7 +36,6 @@ BINARY = {
     "div": lambda x, y: x / (1 + y * y), "min": torch.minimum, "max": torch.maximum,
     "where": lambda x, y: torch.where((x > y) & (y > 0) | ~(x <= 1), x, y), "mod": lambda x, y: x % (1 + y * y),
 }  # fmt: skip
-# Numbers computed from places that fp32 holds exactly.
 OF_PLACES = {
     "distance": lambda b, h, q, k: (q - k).abs() * 0.125, "float": lambda b, h, q, k: (q - k).float() / 4,
     "parity": lambda b, h, q, k: (q // 3 + k) % 2,
@@ -119,7 +118,7 @@ def test_powers_of_integers_are_integers():
 @pytest.mark.parametrize(
     "function",
     [
-        lambda s, b, h, q, k, x: s * ((q == k) + (q == 0)),  # a sum of bools is a bool
+        lambda s, b, h, q, k, x: s * ((q == k) + (q == 0)),
         lambda s, b, h, q, k, x: torch.where(~((q == k) * (h == 0)), s, 2 * s),
         lambda s, b, h, q, k, x: torch.where(torch.ones_like(q, dtype=torch.bool) & (q > k), s, 2 * s),
         lambda s, b, h, q, k, x: s + x[torch.sign(q - k) + 1] + x[torch.zeros_like(q)],
@@ -236,7 +235,7 @@ def test_products_of_rows_are_sums_with_gradients():
     """As MLA adds its rotary part; a row may be any dimension, and of a half-precision tensor that is converted."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, x, y = (torch.randn(1, 2, 20, n, generator=generator) for n in (16, 16, 16, 5, 5))
-    y, weights = y[:, :1].mT.contiguous(), torch.randn(5, generator=generator)  # y [1, 1, 5, 20], shared by the heads
+    y, weights = y[:, :1].mT.contiguous(), torch.randn(5, generator=generator)
 
     def rotary(s, b, h, q, k, x, y):
         return s + 0.3 * torch.dot(x[b, h, q].float(), y[b, h // 2, :, k]) + x[b, h, q] @ weights

@@ -27,8 +27,6 @@ def test_a_change_that_was_first_used_in_inference_mode_can_be_trained(change):
 
 
 class Replaced(dict):
-    """Cached entries are thrown out at once, as by another thread."""
-
     def __setitem__(self, key, value):
         super().__setitem__(key, value)
         self.clear()

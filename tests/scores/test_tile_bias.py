@@ -15,7 +15,6 @@ from sparseflash.blockmask.numbering import number_of_tile, tile_numbers
 from tests.drawn.problems import problems
 
 LOCAL = masks.local(70, window=20, block=16)
-# Two patterns of two heads, with fully, slightly and partially live rows.
 LAYOUT = torch.ones(2, 34, dtype=torch.bool)
 LAYOUT[1] = torch.isin(torch.arange(34), torch.tensor([1, 2, 31, 33]))
 HEADS = masks.per_head(
@@ -49,7 +48,7 @@ def in_dense(values, mask, batch, heads):
                     row[int(mask.indices[t])] = own[t]
                 rows.append(torch.cat(row, 1))
     dense = torch.cat(rows).view(batch, heads, row_blocks * mask.block_q, -1)
-    return dense[:, :, : mask.q_len, : mask.k_len] + 0.0 * values.sum()  # always in the graph
+    return dense[:, :, : mask.q_len, : mask.k_len] + 0.0 * values.sum()
 
 
 def results(changes, inputs, values, mask, backend="reference", **options):
@@ -153,7 +152,7 @@ def test_values_of_dead_scores_are_not_used_and_get_no_gradient():
     mask = masks.causal(40, block=16)
     inputs, values = tensors(mask, dtype=torch.float32), drawn(mask, 1, 1, dtype=torch.float32)
     live = scores.tile_values(lambda q, k: mask.to_dense()[0, 0][q, k], mask)
-    rows = torch.tensor([0, 1, 1, 2, 2, 2]).view(-1, 1, 1)  # past the ends are the last tokens
+    rows = torch.tensor([0, 1, 1, 2, 2, 2]).view(-1, 1, 1)
     live &= rows * 16 + torch.arange(16).view(-1, 1) < 40
     live &= mask.indices.view(-1, 1, 1) * 16 + torch.arange(16) < 40
     dead_are_nan = values.detach().masked_fill(~live, torch.nan).requires_grad_()

@@ -9,7 +9,6 @@ from tests.selection.layers import gradients
 
 
 def part(member, layer, x, pull):
-    """This rank's output, its part of the loss, and its gradients of x and of the weights."""
     context = Context(x.shape[1], member.group)
     layer = copy.deepcopy(layer).to(member.device)
     mine = context.part(x.detach()).to(member.device).requires_grad_()
@@ -35,7 +34,6 @@ def too_few(member):
 
 
 def second_derivative(member, x):
-    """The error of a gradient of a gradient of joined rows."""
     x = x.unsqueeze(1).to(member.device)
     context = Context(x.shape[2], member.group)
     mine = context.part(x, 2).clone().requires_grad_()
@@ -47,7 +45,6 @@ def second_derivative(member, x):
 
 
 def repeats(member, layer, x, pull):
-    """Whether a second call has the same bits."""
     (out, loss, found), (again, loss_again, found_again) = (part(member, layer, x, pull) for _ in range(2))
     same = torch.equal(out, again) and (loss is None or torch.equal(loss, loss_again))
     return same and all(torch.equal(value, found_again[name]) for name, value in found.items())

@@ -38,7 +38,6 @@ def sequence(tokens, seed, batch=1):
 
 
 def options_of(kind):
-    """Sizes of a kind of layer."""
     common = {"chosen": st.integers(1, 4)}
     indexed = {**common, "index_dim": st.sampled_from([2, 6]), "teach": st.sampled_from(["visible", "chosen"])}
     return {
@@ -68,7 +67,6 @@ HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (16, 1), (3, 3)])
 
 @st.composite
 def layers(draw, kind):
-    """A layer of this kind."""
     heads, kv_heads = draw(HEADS)
     rotary = nn.Rotary(DIM) if draw(st.booleans()) else None
     scale = draw(st.sampled_from([None, 0.7]))
@@ -81,7 +79,6 @@ def layers(draw, kind):
 
 
 def example_of(kind, heads=4, kv_heads=2, **more):
-    """One layer of this kind, with several choices in 100 tokens."""
     options = {
         "NativeSparseAttention": {"block": 16, "chosen": 3, "compression": 16, "stride": 8, "window": 20, "last": 1},
         "MixtureOfBlocks": {"block": 16, "chosen": 3},
@@ -102,7 +99,6 @@ def latent_layer(rotary=True, **more):
 
 
 def chosen_by(layer, x, **how):
-    """The output of a call, and the keys that it chose: bool `[B, Hq, N, Nk]`."""
     found = []
     kind = type(layer)
     real = kind.choice

@@ -8,7 +8,6 @@ import torch
 
 
 def rotated(x, position, base=10_000.0):
-    """One vector `[D]` at a position."""
     half = len(x) // 2
     angle = position * base ** -(torch.arange(half, dtype=torch.float64) / half)
     cosine, sine = angle.cos(), angle.sin()
@@ -40,7 +39,6 @@ def rotated_rows(layer, x):
 
 
 def attend(layer, q, keys, values):
-    """One query to a list of keys `[n, D]`; zeros without any."""
     if not len(keys):
         return torch.zeros(layer.value_dim, dtype=q.dtype)
     return weights(layer, q, keys) @ values
@@ -52,7 +50,6 @@ def weights(layer, q, keys):
 
 
 def best(scores, k):
-    """The k highest of `{number: score}`, the earlier of equals."""
     return set(sorted(scores, key=lambda number: (-scores[number], number))[:k])
 
 
@@ -136,13 +133,11 @@ def mixture(layer, x):
 
 
 def divergence(target, scores):
-    """KL(target || softmax(scores)) of two lists."""
     logs = scores.log_softmax(0)
     return sum(p * (p.log() - log) for p, log in zip(target, logs) if p > 0)
 
 
 def taught(layer, q, k, t, heads, keys):
-    """The mean attention weights of heads over a list of keys."""
     with torch.no_grad():
         return torch.stack([weights(layer, q[h, t], k[h * len(k) // len(q), keys]) for h in heads]).mean(0)
 

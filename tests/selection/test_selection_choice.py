@@ -1,5 +1,3 @@
-"""The choice by kernels, in Triton's interpreter, is the choice by PyTorch's operations."""
-
 import math
 from unittest import mock
 
@@ -28,13 +26,13 @@ def candidates(rows, blocks, seed):
     st.integers(1, 4), st.integers(1, 90), st.integers(1, 100), st.integers(0, 2), st.integers(0, 2),
     st.sampled_from([coarse, distinct]), st.integers(1, 300), SEEDS,
 )  # fmt: skip
-@example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)  # several parts of a row
+@example(2, 5000, 700, 1, 1, coarse, 1 << 20, 0)
 @example(2, 5000, 700, 0, 0, distinct, 1 << 20, 1)
 @example(2, 2048, 2048, 0, 0, coarse, 1 << 20, 2)  # in registers
 @example(1, 6000, 4200, 0, 1, distinct, 1 << 20, 3)  # too many for registers
 def test_the_largest_of_a_row_are_those_of_a_sort(rows, blocks, k, first, last, make, at_once, seed):
     scores = make((2, 3, rows, blocks), seed)
-    scores = scores.masked_fill(scores.isnan(), -torch.inf)  # a sort takes NaN for the largest
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
     of = candidates(rows, blocks, seed)
     found = {}
     for way in ("operations", "kernels"):
@@ -77,13 +75,13 @@ def test_scores_summed_over_heads_are_those_of_operations(rows, keys, heads, dim
     of, part = candidates(rows, keys, seed), slice(rows // 3, rows)
     number = torch.arange(keys)
     live = (number >= of.begins[part, None]) & (number < of.stops[part, None])
-    if scale is not None:  # some queries have no key
+    if scale is not None:
         factors = torch.where(of.begins < of.stops, factors.float(), -torch.inf)
     with by("kernels"):
         got = summed(q, k, factors, of, part, scale=scale)
     weights = None if scale is None else (scale, of, part)
     want = by_operations(q[:, :, part].double(), k.double(), factors[:, :, part].double(), weights)
-    if scale is None:  # weights are 0 there
+    if scale is None:
         got, want = got.masked_fill(~live, 0.0), want.masked_fill(~live, 0.0)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -165,7 +163,7 @@ def test_a_gpu_chooses_by_kernels_what_it_chooses_by_operations(dtype, scale):
         got = summed(q, k_of, factors.float(), of, part, scale=scale)
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-6)
         return
-    found = []  # whole numbers, so every sum is exact
+    found = []
     for _ in range(2):
         found.append(
             best_blocks(lambda part: summed(q, k_of, factors, of, part), of, blocks=keys, k=k, per_row=1 << 18)

@@ -1,5 +1,3 @@
-"""A sequence on several ranks gives the output, the loss and the gradients that it gives on one."""
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,7 +34,7 @@ def check(pool, ranks, layer, x, pull, **error):
 def test_a_sequence_on_several_ranks_is_as_on_one(pool, kind, data, ranks, seed):
     layer = data.draw(layers(kind))
     n = data.draw(st.integers(ranks, 90))
-    error = 1e-8 if layer.rotary is None else 1e-4  # rotated in fp32
+    error = 1e-8 if layer.rotary is None else 1e-4
     check(pool, ranks, layer, sequence(n, seed, batch=2), sequence(n, seed + 1, batch=2), rtol=10 * error, atol=error)
 
 

@@ -1,5 +1,3 @@
-"""Every layer that chooses its keys, against its paper's equations: output, choice, loss and all gradients."""
-
 from unittest import mock
 
 import pytest
@@ -33,7 +31,7 @@ def test_a_layer_is_its_papers_equations(kind, data, seed):
     layer = data.draw(layers(kind))
     n = data.draw(st.integers(1, 60))
     x = sequence(n, seed).requires_grad_()
-    error = {"rtol": 1e-9, "atol": 1e-9} if layer.rotary is None else {"rtol": 1e-5, "atol": 1e-5}  # rotated in fp32
+    error = {"rtol": 1e-9, "atol": 1e-9} if layer.rotary is None else {"rtol": 1e-5, "atol": 1e-5}
     out, live = chosen_by(layer, x)
     want, want_live, want_loss = PAPERS[kind](layer, x[0])
     assert torch.equal(live[0], want_live)
@@ -166,7 +164,7 @@ def test_all_keys_chosen_are_dense_attention(kind):
     if kind == "NativeSparseAttention":
         layer = example_of(kind, chosen=7)
         torch.nn.init.zeros_(layer.gate.weight)
-        layer.gate.bias.data = torch.tensor([-100.0] * 4 + [100.0] * 4 + [-100.0] * 4).double()  # the chosen keys alone
+        layer.gate.bias.data = torch.tensor([-100.0] * 4 + [100.0] * 4 + [-100.0] * 4).double()
     else:
         layer = example_of(kind, chosen=100)
     x = sequence(100, 1)

@@ -13,7 +13,7 @@ from tests.selection.layers import WIDTH, chosen_by, gradients, latent_layer, se
 def test_absorbed_heads_are_the_equations(options, teach):
     layer = latent_layer(teach=teach, **options)
     x, pull = sequence(30, 1).requires_grad_(), sequence(30, 2)
-    error = {"rtol": 1e-5, "atol": 1e-5} if layer.rotary else {"rtol": 1e-9, "atol": 1e-9}  # rotated in fp32
+    error = {"rtol": 1e-5, "atol": 1e-5} if layer.rotary else {"rtol": 1e-9, "atol": 1e-9}
     out, live = chosen_by(layer, x)
     want, want_live, want_loss = papers.tokens(layer, x[0])
     assert torch.equal(live[0], want_live)

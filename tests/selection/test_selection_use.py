@@ -1,5 +1,3 @@
-"""The layers that choose their keys, in use: compiled, in other dtypes, on every backend, copied, and misused."""
-
 import copy
 import io
 
@@ -121,7 +119,7 @@ def test_nothing_in_gives_nothing_out(kind):
 def test_a_query_without_anything_to_teach_adds_nothing_to_the_loss(kind):
     layer = example_of(kind)
     layer(sequence(1, 0))
-    assert layer.loss == 0.0  # one visible key, or no span that has ended
+    assert layer.loss == 0.0
     layer.loss.backward()
     assert all(p.grad is None or not p.grad.isnan().any() for p in layer.parameters())
 
@@ -267,7 +265,7 @@ def test_a_gpu_trains_a_layer_in_half_precision_at_the_papers_sizes(kind):
 
 
 def test_a_video_is_trained_after_inference():
-    layer, x = video_layer(), sequence(5 + 72, 1)  # a shape that no other test has
+    layer, x = video_layer(), sequence(5 + 72, 1)
     with torch.inference_mode():
         want = layer(x, (2, 4, 9), text=5)
     got = layer(x, (2, 4, 9), text=5)

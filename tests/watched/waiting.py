@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operations that read a value, or make a tensor whose size depends on values.
 _WAITING = (
     "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "unique_dim",
     "_unique", "_unique2", "unique_consecutive", "bincount", "lift_fresh",
@@ -53,7 +52,7 @@ def is_bool(index):
 @contextmanager
 def waiting_raises() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, it says
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -1,7 +1,6 @@
 """`python -m experiments.benchmarks.compile`: compiles the kernels without a GPU and reports what they use.
 
-show: registers, spills and shared memory of chosen kernels. fits: whether all kernels fit in shared memory. versions:
-the same kernels under several versions of Triton.
+show: registers, spills and shared memory of chosen kernels. versions: the same under several versions of Triton.
 """
 
 from __future__ import annotations
@@ -89,50 +88,6 @@ def show(
                 table.add_row(f"sm_{a}", kind, r.kernel, loads, *numbers, notes)
     if not as_json:
         console.print(table)
-    if over:
-        raise typer.Exit(1)
-
-
-@app.command()
-def fits(
-    changes: Annotated[
-        list[str] | None, typer.Option(help="none, few (at most two) or any changes of scores; may be repeated.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the drawn cases.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="File of the results.", show_default=f"{RESULTS}/fits-triton-VERSION.csv")
-    ] = None,
-) -> None:
-    """Whether the portable kernels fit in shared memory on GPUs of compute capability 8.0, 8.6, 8.9, 9.0 and 10.0.
-
-    Compiles drawn cases that cover every pair of properties, seconds each; cases in the file are not compiled again.
-    Exits with 1 if a kernel does not fit.
-    """
-    compile_kernels()
-    import triton
-
-    from experiments.benchmarks.compile.cases import CHANGES, covering
-    from experiments.benchmarks.compile.fits import fits_of, read, write
-
-    wanted = chosen("--changes", changes, CHANGES)
-    path = out or RESULTS / f"fits-triton-{triton.__version__}.csv"
-    found = read(path)
-    done = {fit.case for fit in found}
-    cases = {str(case): case for kind in wanted for case in covering(kind, seed)}
-    left = {name: case for name, case in cases.items() if name not in done}
-    console = Console()
-    for number, (name, case) in enumerate(left.items(), start=1):
-        found += fits_of(case)
-        write(path, found)
-        console.print(f"{number} of {len(left)}: {name}", style="dim", highlight=False)
-    over = [fit for fit in found if not fit.fits]
-    fewer = [fit for fit in found if fit.has_fewer_stages]
-    console.print(
-        f"{len(found)} kernels of {len({fit.case for fit in found})} cases, {len(fewer)} of them with fewer stages "
-        f"than were chosen; {len(over)} do not fit."
-    )
-    for fit in over:
-        console.print(f"{fit.case}: {fit.kernel} {fit.config}, {fit.shared} bytes", highlight=False)
     if over:
         raise typer.Exit(1)
 

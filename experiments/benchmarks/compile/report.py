@@ -56,10 +56,8 @@ def launched(
     split: bool = False, gathered: bool = False, only: Kernel | None = None, config: Config | None = None,
     assemble: bool = False, **passes: Any,
 ) -> list[tuple[str, Any]]:  # fmt: skip
-    """The name of each kernel, and the compiled kernel.
-
-    descriptors: where possible. split: rows and columns are cut into chunks. gathered: each tile is gathered from small
-    blocks. config: of the kernel `only`. assemble: leave the kernels in Triton's cache for a launch. passes: see
+    """descriptors: where possible. split: rows and columns are cut into chunks. gathered: each tile is gathered from
+    small blocks. config: of the kernel `only`. assemble: leave the kernels in Triton's cache for a launch. passes: see
     `launch_all`.
     """
     choices = {
@@ -102,7 +100,6 @@ def launch_all(
 
 
 def problem_of(mask: BlockMask, dim: int, *, lengths: bool, dropout: str) -> Problem:
-    """dropout: "", by "places", or by "positions" in the whole sequence."""
     dropping = Dropout(torch.tensor([0]), 26) if dropout else None
     if dropping is not None and dropout == "positions":
         counts = mask.q_len, -(-mask.k_len // GROUP)
@@ -158,6 +155,6 @@ def has_two_layouts(ptx: str) -> bool:
     layouts: dict[str, set[int]] = {}
     for address, number in re.findall(r"(?:or|add)\.[bs]64\s+%rd\d+, (%rd\d+), (-?\d+);", ptx):
         layout = int(number) % 2**64 >> 32
-        if layout >> 30 and not layout & 0x3FFFFF00:  # one of three shuffles, and a stride below 256 x 16 bytes
+        if layout >> 30 and not layout & 0x3FFFFF00:
             layouts.setdefault(address, set()).add(layout)
     return any(len(each) > 1 for each in layouts.values())

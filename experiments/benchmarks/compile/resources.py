@@ -21,7 +21,7 @@ class Said(NamedTuple):
 
 
 def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
-    """The report, and the machine code. Triton keeps no report, so the kernel is assembled again."""
+    """Triton keeps no report, so the kernel is assembled again."""
     made_by = kernel.metadata
     backend = make_backend(made_by.target)
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as output:

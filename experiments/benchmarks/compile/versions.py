@@ -38,7 +38,6 @@ Numbers = Mapping[str, int]
 
 
 def rows() -> Iterator[tuple[str, Numbers]]:
-    """Name and numbers of each kernel, compiled for compute capability 9.0 with the Triton of this process."""
     for arithmetic, dim, options in _PORTABLE:
         with_ = " ".join(name for name, value in options.items() if value is True)
         for name, kernel in launched(hopper.ARCH, arithmetic, dim, **options):
@@ -56,12 +55,7 @@ def _numbers(kernel: Any) -> Numbers:
 
 
 def compiled_with(triton: str) -> tuple[str, dict[str, Numbers]]:
-    """The full version of another Triton, and `rows` with it, in a process of its own.
-
-    triton: a version as "3.6", which pip installs into a cache, or a folder with one.
-
-    Raises RuntimeError if pip fails, or if a kernel does not compile.
-    """
+    """triton: a version as "3.6", which pip installs into a cache, or a folder with one."""
     paths = [str(_folder_of(triton)), str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "experiments.benchmarks.compile", "versions", "--here"]
@@ -119,7 +113,6 @@ def differs(each: Sequence[Numbers | None]) -> bool:
 
 
 def write(path: Path, found: Mapping[str, Mapping[str, Numbers]]) -> None:
-    """One line for each kernel and version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(
         path, [{"triton": v, "kernel": name, **row} for v, numbers in found.items() for name, row in numbers.items()]

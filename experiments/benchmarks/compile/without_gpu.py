@@ -38,7 +38,6 @@ class NoDevice:
 
 
 def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
-    """A hook of Triton's compiler; without arguments it returns a key for caches."""
     if not given:
         return "ptx", "ptx"
     stages = given[1]
@@ -48,7 +47,7 @@ def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = True) -> Iterator[list[tuple[str, Any]]]:
-    """Inside, launches on CPU tensors compile for the architecture and run nothing. Yields names and compiled kernels.
+    """Inside, launches on CPU tensors compile for the architecture and run nothing.
 
     assemble: also run ptxas, up to a quarter of the work.
     """
@@ -66,6 +65,6 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
         # Kernels compiled side by side would have to be loaded.
         mock.patch.object(prepared_call, "compile_side_by_side", lambda launches, **how: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
-        mock.patch.object(api, "check", lambda *tensors: None),  # that tensors lie on a GPU
+        mock.patch.object(api, "check", lambda *tensors: None),
     ):
         yield compiled

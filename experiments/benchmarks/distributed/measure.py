@@ -50,7 +50,7 @@ def counted(setting: Setting, call: Callable[[], object], plan: distributed.Shar
 
 
 def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) -> None:
-    """All ways in turns. Bytes: sent by all ranks in a forward, and of the live remote keys."""
+    """Bytes: sent by all ranks in a forward, and of the live remote keys."""
     settings: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     samples: dict[tuple[str, str], list[float]] = {}
@@ -66,7 +66,7 @@ def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) ->
                 way = way_of(name, setting, stack)
                 settings[name] = {"error": compare(way)}
                 calls = calls_of(way)
-            except (ValueError, RuntimeError, NotImplementedError) as error:  # the same on every rank
+            except (ValueError, RuntimeError, NotImplementedError) as error:
                 failures[name] = reason(error)
                 continue
             if name == "auto":
@@ -100,7 +100,6 @@ def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) ->
 
 
 def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, float]:
-    """A mask, its plan, and the milliseconds to plan a new mask."""
     taken = []
     for _ in range(3):
         mask = PATTERNS[name](tokens)
@@ -124,7 +123,7 @@ def measure(
         q_heads, kv_heads = (int(count) for count in text.split(":"))
         for name in patterns:
             mask, plan, plan_ms = planned(name, tokens)
-            torch.manual_seed(0)  # the same tensors on every rank
+            torch.manual_seed(0)
             tensors = [
                 torch.randn(1, count, tokens, dim, device=device, dtype=dtype)
                 for count in (q_heads, kv_heads, kv_heads)

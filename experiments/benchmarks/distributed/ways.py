@@ -44,8 +44,6 @@ PATTERNS: dict[str, Callable[[int], BlockMask]] = {
 
 
 class Way(NamedTuple):
-    """Attention of this rank's tokens, or of all; `whole` gathers whole results."""
-
     tensors: Sequence[Tensor]
     dout: Tensor
     attention: Attention
@@ -65,7 +63,6 @@ class Setting:
         return self.tensors[0].device
 
     def planned(self, **options: object) -> Way:
-        """By a plan of these options, with the tokens where `plan` has put them."""
         plan = distributed.shard(self.mask, like=self.plan, **options) if options else self.plan  # type: ignore[arg-type]
         return self.local(lambda q, k, v: distributed.attention(q, k, v, plan))
 
@@ -75,7 +72,7 @@ class Setting:
 
 
 def gathering(setting: Setting) -> Way:
-    """After an all-gather of all keys. Ranks must hold equally many."""
+    """Ranks must hold equally many."""
     plan = setting.plan
     if len(set(plan.keys.counts)) > 1:
         raise ValueError(f"ranks must hold equally many keys; got {plan.keys.counts}")
@@ -106,13 +103,12 @@ def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
     stack.enter_context(context_parallel(mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2, 2, 2, 2]))
 
     def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # the context has replaced it in its module
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return Way([q, k, v], dout, ring, lambda x: context_parallel_unshard(mesh, [x], [2])[0])
 
 
 def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
-    """Raises ValueError if it cannot run this setting."""
     if name == ONE:
         mask = setting.mask.to(setting.device)
         return Way(setting.tensors, setting.dout, lambda q, k, v: attention(q, k, v, mask), lambda x: x)
@@ -136,15 +132,12 @@ def leaves(way: Way) -> list[Tensor]:
 
 
 class Compared:
-    """The first way, on one rank, is compared with fp64, the others with it."""
-
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.one: dict[str, Tensor] = {}
         self.allowed: dict[str, float] = {}
 
     def __call__(self, way: Way) -> float | None:
-        """The largest error relative to the allowed one."""
         found = self.results(way)
         if way.tensors is self.setting.tensors:
             mask = self.setting.mask.to(self.setting.device)

@@ -1,8 +1,7 @@
 """`python -m experiments.benchmarks.exactness`: how exact results are.
 
 SPARSEFLASH_EXACTNESS=records pytest -m gpu tests/backends/test_exactness.py
-python -m experiments.benchmarks.exactness drawn records --out runs/exactness/drawn.jsonl
-python -m experiments.benchmarks.exactness large --out runs/exactness
+python -m experiments.benchmarks.exactness records --out runs/exactness/drawn.jsonl
 
 With `SPARSEFLASH_EXACTNESS=FOLDER` set, the exactness tests append a line of JSON for every case: the case, and the
 errors of out, lse, dq, dk and dv in units of the allowed error. Only figures above 0.5 cover all draws of the inputs.
@@ -17,8 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, chosen, reason, slug
-from experiments.benchmarks.interpreter import run_kernels_on
+from experiments.benchmarks.harness import Bench, Commit, Out
 from experiments.measurements import current_run
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device
@@ -31,7 +29,6 @@ Record = dict[str, Any]
 
 
 def read(paths: list[Path]) -> list[Record]:
-    """The records of files, or of the `*.jsonl` in folders, with the worst error of each."""
     rows = [row for path in paths for row in _rows(path)]
     if not rows:
         raise ValueError(f"found no record in {', '.join(map(str, paths))}; run the tests with SPARSEFLASH_EXACTNESS.")
@@ -49,7 +46,7 @@ def _rows(path: Path) -> Iterator[Record]:
         try:
             row = json.loads(line)
             missing = [name for name in _KEPT if name not in row]
-        except (ValueError, TypeError, RecursionError) as error:  # nested too deeply
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no JSON object ({error}).") from error
         if missing:
             raise ValueError(f"{path}, line {number}: no {', '.join(missing)}.")
@@ -57,7 +54,6 @@ def _rows(path: Path) -> Iterator[Record]:
 
 
 def condense(bench: Bench, records: Sequence[Record]) -> None:
-    """The largest error of each result, the number of cases, and both for each head dim."""
     for backend, dtype in sorted({(each["backend"], each["dtype"]) for each in records}):
         some = [each for each in records if (each["backend"], each["dtype"]) == (backend, dtype)]
         for name in (*RESULTS, "worst"):
@@ -86,7 +82,7 @@ def drawn(
     with short_errors():
         found = read(records)
     device = find_device("auto")
-    run = current_run(device, "python -m experiments.benchmarks.exactness drawn", commit=commit, helped=about or ())
+    run = current_run(device, "python -m experiments.benchmarks.exactness", commit=commit, helped=about or ())
     bench = Bench("exactness", run, out, device)
     condense(bench, found)
     bench.finish()
@@ -97,50 +93,6 @@ def drawn(
         f"{len(found):,} drawn cases, {verdict}; the worst ({worst['dtype']}, {worst['worst']:.3f}): {worst['problem']}"
     )
     if wrong:
-        raise typer.Exit(1)
-
-
-@app.command()
-def large(
-    case: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
-    device: Device = "cuda",
-    commit: Commit = None,
-    out: Out = Path("runs/exactness/large.jsonl"),
-) -> None:
-    """Compare cases near numeric limits with fp64. Takes about two minutes (estimated) and 60 GB of an H200.
-
-    Exits with 1 if an error exceeds its tolerance or a case fails.
-    """
-    run_kernels_on(device)  # before Triton is imported
-    import torch
-
-    from experiments.benchmarks.exactness.large import CASES, Scale, compared
-    from experiments.benchmarks.timing import first_call
-    from sparseflash.backends.triton.architecture import architecture_of
-
-    names = chosen("--case", case, CASES)
-    bench = Bench.start("exactness", device, commit, out)
-    at = Scale(bench.device, tiny=device == "cpu")
-    is_hopper = device != "cpu" and architecture_of(torch.cuda.get_device_capability()).has_wgmma
-    dtype = str(at.dtype).removeprefix("torch.")
-    for name in names:
-        for backend in CASES[name][1]:
-            if backend == "hopper" and not is_hopper:
-                continue
-            path = f"large/{slug(name)}/{dtype}"
-            try:
-                seconds, found = first_call(lambda: list(compared(name, backend, at)), at.device)  # noqa: B023
-            except (RuntimeError, ValueError) as failure:
-                bench.add(f"{path}/out/{backend}", None, ALLOWED, failure=reason(failure))
-                continue
-            for row in found:
-                shared = {"error": row["error"], "allowed": row["allowed"], "seconds": round(seconds, 1)}
-                bench.add(f"{path}/{row['result']}/{backend}", row["ratio"], ALLOWED, **shared)
-            bench.save()
-            if device != "cpu":
-                torch.cuda.empty_cache()
-    bench.finish()
-    if any(each.value is None or not each.value <= 1 for each in bench.measurements):
         raise typer.Exit(1)
 
 

@@ -13,7 +13,7 @@ It writes `runs/mine/mine.jsonl`, in the form of experiments.measurements, after
 """
 
 from experiments.benchmarks.harness.bench import Bench
-from experiments.benchmarks.harness.options import Commit, Device, Out, Rounds, Seed, chosen
+from experiments.benchmarks.harness.options import Commit, Device, Minutes, Out, Rounds, Seed, chosen, deadline
 from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, passes, reason
 from experiments.measurements import slug
 
@@ -22,12 +22,14 @@ __all__ = [
     "Bench",
     "Commit",
     "Device",
+    "Minutes",
     "Out",
     "Rounds",
     "Seed",
     "Unavailable",
     "Way",
     "chosen",
+    "deadline",
     "difference",
     "failure_of",
     "passes",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,12 @@ from experiments.benchmarks.harness import table
 from experiments.benchmarks.harness.ways import Way, failure_of, reason
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import Timed, Timing, in_turns, of_single_calls, recorded
-from experiments.measurements import Measurement, Run, current_run, write
+from experiments.measurements import Measurement, Run, current_run, read, write
 from experiments.training.distributed import find_device
 from experiments.training.environment import command_line
 
 
 class Bench:
-    """Measurements of one run, written after each case."""
-
     def __init__(
         self, name: str, run: Run, out: Path, device: torch.device, *, rounds: int = 3, round_ms: float = 60.0
     ) -> None:
@@ -28,14 +27,13 @@ class Bench:
         self.path = out if out.suffix == ".jsonl" else out / f"{name}.jsonl"
         self.round_ms = round_ms if device.type == "cuda" else 0.0
         self.measurements: list[Measurement] = []
-        self.timed: dict[str, Timed] = {}  # of the last case
+        self.timed: dict[str, Timed] = {}
 
     @classmethod
     def start(
         cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None,
         program: Sequence[str] = ("python",), seed: int | None = None, packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
-        """The run of `python -m experiments.benchmarks.module`, by default `name`."""
         run_kernels_on(device.partition(":")[0])
         try:
             place = find_device(device)
@@ -43,9 +41,22 @@ class Bench:
             raise typer.BadParameter(str(failure)) from None
         command = command_line(f"experiments.benchmarks.{module or name}", program=program)
         run = current_run(place, command, commit=commit, seed=seed, packages=packages)
-        if os.environ.get("RANK", "0") == "0":  # torchrun: the first reports
+        if os.environ.get("RANK", "0") == "0":
             print(table.about(run), flush=True)
         return cls(name, run, out, place, **options)
+
+    def resume(self) -> None:
+        """Takes over what --out has; refuses a file of another device, driver, commit or versions."""
+        if not self.path.exists():
+            return
+        run, found = read(self.path)
+        for what in ("device", "driver", "commit", "versions"):
+            then, now = getattr(run, what), getattr(self.run, what)
+            if then != now:
+                raise typer.BadParameter(
+                    f"--out has measurements of another {what}, {then}; this one is {now}: name another file."
+                )
+        self.measurements = [replace(each, run=None) for each in found]
 
     def add(
         self, path: str, value: float | None, unit: str, *, spread: float | None = None, failure: str = "",
@@ -80,7 +91,7 @@ class Bench:
             failed = failures.get(name) or timings[name].failure
             if failed is None:
                 timing = timings[name]
-                spread = timing.spread if len(timing.rounds) > 1 else None  # one turn says nothing about noise
+                spread = timing.spread if len(timing.rounds) > 1 else None
                 self.add(f"{case}/{name}", scale * timing.ms, unit, spread=spread, **way.settings)
             elif way.peer:
                 self.add(f"{case}/{name}", None, unit, failure=reason(failed), **way.settings)

@@ -58,7 +58,6 @@ def cell(row: dict[str, Measurement], way: str, over: str) -> str:
 
 
 def failures(measurements: Sequence[Measurement]) -> list[str]:
-    """A line for each way and reason, with the cases."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for each in measurements:
         if each.failure:

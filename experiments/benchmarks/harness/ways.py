@@ -48,7 +48,6 @@ def passes(
 
 
 def difference(result: Tensor, ours: Tensor) -> float:
-    """||result - ours|| / ||ours||, in Frobenius norms."""
     apart, size = 0.0, 0.0
     for one, other in zip(result, ours):  # fp32 copies of all would double the memory
         apart += float((one.float() - other.float()).norm()) ** 2
@@ -57,7 +56,6 @@ def difference(result: Tensor, ours: Tensor) -> float:
 
 
 def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exception | None:
-    """Why a peer must not be timed: it fails, or its results differ."""
     try:
         results, expected = peer(), ours()
     except Exception as failure:
@@ -72,7 +70,6 @@ def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exce
 
 
 def reason(failure: Exception) -> str:
-    """A failure in one line."""
     if isinstance(failure, Unavailable):
         return f"skipped: {failure}"
     if isinstance(failure, torch.OutOfMemoryError):

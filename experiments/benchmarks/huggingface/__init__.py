@@ -1,5 +1,5 @@
 """Models of Hugging Face Transformers with random weights: this attention in place of their own, beside the others that
-Transformers offers. Compares logits and gradients with "eager", and measures tokens per second and generation.
+Transformers offers.
 
     python -m experiments.benchmarks.huggingface models --model llama
 """

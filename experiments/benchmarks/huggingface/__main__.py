@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, chosen
+from experiments.benchmarks.harness import Bench, Commit, Device, Minutes, Out, Rounds, chosen, deadline
 from experiments.benchmarks.huggingface import generation, measure
 from experiments.benchmarks.huggingface.generation import COMPILED, DYNAMIC, STATIC, Way, same_tokens
 from experiments.benchmarks.huggingface.implementations import OURS, available, release
@@ -22,7 +22,6 @@ Implementations = Annotated[
     typer.Option("--implementation", help="eager, sdpa, flex_attention, sparseflash; may be repeated."),
 ]
 Small = Annotated[bool, typer.Option("--small", help="Tiny widths, for a trial.")]
-Minutes = Annotated[float | None, typer.Option(help="Begin nothing after so many.", show_default="no limit")]
 
 
 @app.callback()
@@ -54,7 +53,7 @@ def models(
     """
     names = chosen("--model", model, [shape.name for shape in SHAPES])
     bench = _start("huggingface", device, commit, out, small, rounds)
-    options = Options(tokens, batch, compile, small, measure.deadline(minutes))
+    options = Options(tokens, batch, compile, small, deadline(minutes))
     for shape in SHAPES:
         if shape.name in names:
             measure.measure(bench, shape, implementation or available(), options, dtype_on(bench.device))
@@ -86,7 +85,7 @@ def generate(
     On one H100 an estimated three minutes; with --compile some more. Ends with 1 if the tokens differ.
     """
     bench = _start("generate", device, commit, out, small, rounds)
-    late = measure.deadline(minutes)
+    late = deadline(minutes)
     caches = [DYNAMIC, STATIC, *([COMPILED] if compile else [])]
     ways = [Way(name, cache) for cache in caches for name in implementation or ["sdpa", OURS]]
     lengths, batches = prompt or [4096, 16_384, 65_536], batch or [1, 8]
@@ -126,7 +125,6 @@ def _start(name: str, device: str, commit: str | None, out: Path, small: bool, r
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """bf16; fp32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

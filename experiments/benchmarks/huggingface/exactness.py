@@ -1,5 +1,3 @@
-"""Errors of a model's logits and gradients, at most twice eager's in the same dtype."""
-
 from __future__ import annotations
 
 import copy
@@ -17,7 +15,7 @@ from sparseflash.testing import Comparison, compare_results, draws_for, plain_er
 
 ZERO = 1e-9  # of the summands' magnitude, because the sum cancels
 _FUSED = "sdpa: "
-Inputs = Callable[[int], Mapping[str, Tensor]]  # by seed; with labels
+Inputs = Callable[[int], Mapping[str, Tensor]]
 
 
 class _Fp64Stays(TorchFunctionMode):
@@ -41,7 +39,6 @@ class _Fp64Stays(TorchFunctionMode):
 def results_of(
     model: nn.Module, inputs: Mapping[str, Tensor], call: Callable[..., Any] | None = None
 ) -> dict[str, Any]:
-    """Logits and gradients. call: the model as it is called, if compiled."""
     model.zero_grad(set_to_none=True)
     out = (model if call is None else call)(**inputs)  # a compiled model has no truth value
     out.loss.backward()
@@ -51,12 +48,6 @@ def results_of(
 
 
 class Truth:
-    """The results with eager attention in fp64.
-
-    Also the magnitudes of the summands of bias gradients: a key bias's cancels to 0, because the softmax ignores what
-    shifts all scores of a query.
-    """
-
     def __init__(self, model: nn.Module) -> None:
         self._exact = copy.deepcopy(model).double()
         self._magnitudes: dict[str, float] = {}
@@ -84,9 +75,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The truth of one batch, and the errors of "eager" over several.
-
-    Errors of gradients of key biases, which are 0, are the larger of eager's and SDPA's: like this library, SDPA
+    """Errors of gradients of key biases, which are 0, are the larger of eager's and SDPA's: like this library, SDPA
     subtracts the product of the rounded output and its gradient.
     """
 
@@ -103,7 +92,7 @@ class Yardstick:
         truth, magnitudes = truth_of(inputs(0))
         zeros = [
             name for name, size in magnitudes.items() if name in truth and float(truth[name].abs().max()) < ZERO * size
-        ]  # a tied parameter has one name
+        ]
         fused = with_attention(model, "sdpa") if zeros else None
 
         def drawn(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -115,7 +104,6 @@ class Yardstick:
                 _FUSED + name: exact[name] for name in zeros
             }
 
-        # Some parameters are few numbers: sinks, one a head.
         errors = plain_errors(map(drawn, range(draws_for(1, 1, learned=True))))
         plain = {name: max(error, errors.get(_FUSED + name, 0.0)) for name, error in errors.items() if name in truth}
         return cls(inputs(0), truth, plain, magnitudes)

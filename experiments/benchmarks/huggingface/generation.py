@@ -44,8 +44,6 @@ class Way:
 
 @dataclass
 class _Stamps:
-    """Records when the host receives the prompt and each new token."""
-
     device: torch.device
     seconds: list[float] = field(default_factory=list)
 
@@ -58,7 +56,6 @@ class _Stamps:
 
 
 def generated(model: nn.Module, ids: Tensor, new: int, way: Way, **options: Any) -> Tensor:
-    """The most probable new tokens `[B, new]`."""
     choice = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     tokens: Tensor = model.generate(ids, **choice, **way.options, **options)  # type: ignore[operator]
     return tokens[:, ids.shape[1] :]
@@ -71,8 +68,6 @@ def drawn(model: nn.Module, batch: int, length: int) -> Tensor:
 
 
 def same_tokens(model: nn.Module, ways: Sequence[Way]) -> dict[str, str]:
-    """Whether each way gives eager's tokens, or where they differ first. model: in fp32, so that rounding seldom
-    decides."""
     ids = drawn(model, 2, CHECKED_PROMPT)
     tokens = torch.ones_like(ids)
     tokens[0, :CHECKED_LEFT] = 0
@@ -92,7 +87,6 @@ def same_tokens(model: nn.Module, ways: Sequence[Way]) -> dict[str, str]:
 def measure(
     bench: Bench, model: nn.Module, ways: Sequence[Way], prompt: int, batch: int, *, new: int, late: Callable[[], bool]
 ) -> None:
-    """Milliseconds of a prompt and of each of the `new` tokens, at least two; ways take turns."""
     ids = drawn(model, batch, prompt)
     models: dict[str, nn.Module] = {}
     failures: dict[Way, str] = {}
@@ -113,7 +107,7 @@ def measure(
                 begin = time.perf_counter()
                 stamps = _Stamps(bench.device)
                 generated(models[way.implementation], ids, new, way, streamer=stamps)
-                if number == 0:  # all is compiled
+                if number == 0:
                     bench.add(f"{batch}x{prompt}-first/{way.path}", time.perf_counter() - begin, "s")
                     if (peak := peak_memory(bench.device)) is not None:
                         bench.add(f"{batch}x{prompt}-peak/{way.path}", peak / 2**30, "GiB")

@@ -28,8 +28,6 @@ def recorded_as(implementation: str) -> str:
 
 
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
-    """The same parameters and buffers with this attention. Raises what Transformers raises, or ValueError where it only
-    warns."""
     shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
     made = copy.deepcopy(model, shared)
     name = implementation
@@ -52,7 +50,6 @@ def _used(module: nn.Module, default: str) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Frees unused memory, also a failed call's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

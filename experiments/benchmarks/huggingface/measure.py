@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,13 +19,6 @@ CHECKED_TOKENS, CHECKED_BATCH = 150, 2
 GIB = 2**30
 ALLOWED = "of what is allowed"
 
-Late = Callable[[], bool]
-
-
-def deadline(minutes: float | None) -> Late:
-    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    return lambda: time.monotonic() > end
-
 
 @dataclass(frozen=True)
 class Options:
@@ -36,7 +28,7 @@ class Options:
     batch: int | None = None
     compiles: bool = False
     small: bool = False
-    late: Late = lambda: False
+    late: Callable[[], bool] = lambda: False
 
 
 def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
@@ -97,7 +89,6 @@ def _prepared(model: nn.Module, name: str, compiles: bool) -> nn.Module | str:
 
 
 def _forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    # The decoder of an encoder-decoder reads labels.
     is_pair = model.config.is_encoder_decoder  # type: ignore[union-attr]
     given = {name: each for name, each in inputs.items() if name != "labels"}
     if is_pair:
@@ -119,7 +110,6 @@ def _training_step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
 
 
 def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: nn.Module) -> str:
-    """The first call compiles, the second records the memory. Returns the reason if they fail."""
     failed = ""
     try:
         seconds, _ = first_call(call, bench.device)
@@ -132,7 +122,7 @@ def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: n
             bench.add(path.format("peak"), peak / GIB, "GiB")
     except Exception as failure:
         failed = reason(failure)
-    weights.zero_grad(set_to_none=True)  # all models share them
+    weights.zero_grad(set_to_none=True)
     release(bench.device)
     return failed
 

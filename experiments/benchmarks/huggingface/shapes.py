@@ -43,7 +43,6 @@ class Shape:
         return "tokens/s" if self.tokens else "images/s"
 
     def made(self, dtype: torch.dtype, device: torch.device, *, tokens: int, small: bool, check: bool) -> nn.Module:
-        """With eager attention. check: of `checked` settings."""
         import transformers
 
         values = {**self.settings, **(self.small if small else {}), **(self.checked if check else {})}
@@ -168,7 +167,6 @@ SHAPES = (
 )  # fmt: skip
 
 
-# The width and the heads of Llama 3.1 8B.
 GENERATED = Shape(
     "llama", "LlamaForCausalLM", "LlamaConfig",
     {

@@ -86,7 +86,6 @@ def make_table(
         elif pattern.name in rows:
             row = replace(row, eager=rows[pattern.name].eager, compiled=rows[pattern.name].compiled)
         rows[pattern.name] = row
-        # A run that is cut short keeps its measurements.
         table.save((rows[name] for name in _order(rows)), results)
     text = table.markdown([rows[name] for name in _order(rows)])
     print(text)

@@ -25,7 +25,6 @@ PATTERNS: list[Pattern] = [
 
 
 def select(names: Sequence[str] | None) -> list[Pattern]:
-    """In the catalogue's order; all if no names are given."""
     if not names:
         return PATTERNS
     known = {pattern.name for pattern in PATTERNS}

@@ -24,8 +24,6 @@ _STARTING_SECONDS = 180
 
 @dataclass(frozen=True)
 class Peer:
-    """The longest mask that was built within the limits."""
-
     tokens: int
     seconds: float
     megabytes: float  # 10^6 bytes, peak of the process minus its peak while building a mask of SHORTEST tokens
@@ -33,14 +31,12 @@ class Peer:
 
 
 def longest(name: str, mode: str, *, block: int, seconds: float, gigabytes: float, most: int = LONGEST) -> Peer | None:
-    """Measures in another process; None if not even the shortest mask could be built."""
     asked = {"name": name, "mode": mode, "block": block, "seconds": seconds, "gigabytes": gigabytes, "most": most}
     command = [sys.executable, "-m", "experiments.benchmarks.patterns.flex", json.dumps(asked)]
     return read(*output_within(command, _STARTING_SECONDS + 4 * seconds))
 
 
 def output_within(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """The output of a command until it ended or was stopped, and why it ended early ("" if it did not)."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         printed, errors = process.communicate(timeout=seconds)
@@ -54,7 +50,6 @@ def output_within(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 
 def read(printed: str, ended: str) -> Peer | None:
-    """The last complete build in the output of the process."""
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
     builds = [line for line in lines if "tokens" in line]
     if not builds:
@@ -103,7 +98,6 @@ def peak_bytes() -> int:
 
 
 def main(name: str, mode: str, block: int, seconds: float, gigabytes: float, most: int) -> None:
-    """The program of the other process."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -17,7 +17,6 @@ from sparseflash.draw.scores import kinds
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# In pixels of the page; a picture has one pixel a cell.
 CELLS = 256
 SIDE = 312  # of a panel, which is a picture and its margins
 ABOVE, BELOW = 48, 64  # above a picture: name and density; below: up to three lines of rule
@@ -42,7 +41,6 @@ def page(
     done: Callable[[Pattern], None] = lambda pattern: None,
 ) -> Figure:
     """A panel for each pattern, in rows by group; of patterns that differ by head the second head."""
-    # Importing matplotlib takes a second.
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -60,7 +58,7 @@ def page(
         loc="center", bbox_to_anchor=(0.5, 1 - 52 / height), ncols=4 if columns > 3 else 1, frameon=False,
         fontsize=10.5,
     )  # fmt: skip
-    y = height - TOP  # from the bottom
+    y = height - TOP
     for name, members in groups:
         figure.text(
             (SIDE - CELLS) / 2 / width, (y - HEADER / 2) / height, name,
@@ -81,7 +79,6 @@ def page(
                 interpolation="antialiased",
                 zorder=1,
             )
-            # The first keys matter in many patterns.
             panel.spines[:].set_position(("outward", 72 / DPI))
             if tokens <= 64 * block:  # finer lines would hide the cells
                 # Ticks with grid lines would take most of the drawing time.
@@ -124,7 +121,6 @@ def picture(mask: BlockMask, head: int = 0) -> NDArray[np.uint8]:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """A palette halves the size of the PNG file."""
     from io import BytesIO
 
     from PIL import Image

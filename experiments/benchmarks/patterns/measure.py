@@ -40,7 +40,6 @@ class Row:
 
 
 def measure(pattern: Pattern, *, tokens: int | None = None, at: int = AT, block: int = BLOCK, repeats: int = 5) -> Row:
-    """Without the peers. `tokens` replaces the pattern's own length."""
     tokens = pattern.tokens if tokens is None else tokens
     counted = pattern.build(at, block).canonical()
     seconds, built = build_time(pattern, tokens, block, repeats)
@@ -53,7 +52,6 @@ def measure(pattern: Pattern, *, tokens: int | None = None, at: int = AT, block:
 
 
 def build_time(pattern: Pattern, tokens: int, block: int, repeats: int) -> tuple[float, BlockMask]:
-    """The median, after one build that is not counted."""
     pattern.build(tokens, block)
     times = []
     for _ in range(repeats):
@@ -70,7 +68,6 @@ def tiles_a_head(mask: BlockMask) -> float:
 
 
 def layers(pattern: Pattern, tokens: int, block: int) -> int | None:
-    """Until every query is influenced by every key (causal: every earlier one); None: never."""
     from sparseflash.analysis import layers_to_full_reach
 
     stack = [pattern.build(tokens, block)] if pattern.stack is None else list(pattern.stack(tokens, block))

@@ -50,7 +50,6 @@ def peer(found: Peer | None) -> str:
 
 
 def length(tokens: int) -> str:
-    """16K or 1M, in units of 1024."""
     for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if tokens >= unit and tokens % unit == 0:
             return f"{tokens // unit}{letter}"
@@ -66,7 +65,6 @@ def size(megabytes: float) -> str:
 
 
 def put(text: str, path: Path) -> None:
-    """Replaces the text between two marks of a file, or appends it with marks."""
     old = path.read_text(encoding="utf-8") if path.exists() else "# The pattern library\n"
     between = f"{BEGIN}\n{text}\n{END}"
     if old.count(BEGIN) > 1 or old.count(BEGIN) != old.count(END):

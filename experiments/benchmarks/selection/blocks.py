@@ -55,7 +55,7 @@ FORWARD_ONLY = "flashinfer"  # have no backward
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
     Case(65_536, 64, 128, 16, kv_heads=4, peers=True),
-    Case(40_768, 16, 64, 64, causal=False, peers=True),  # a video: a tenth of the blocks
+    Case(40_768, 16, 64, 64, causal=False, peers=True),
     Case(8_192, 32, 64, 16, kv_heads=4, by_query=True),
     Case(65_536, 32, 64, 16, kv_heads=4, by_query=True),
     Case(16_384, 16, 64, 16),
@@ -98,7 +98,6 @@ def live_scores(case: Case, index: Tensor) -> int:
 
 
 def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
-    """The choice alone, attention with a new choice, dense attention, and attention with known blocks."""
     index = index_of(case, device)
     group = case.heads // case.choices
 
@@ -126,7 +125,7 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
     def add(
         what: str, name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False
     ) -> None:
-        products = {"forward": 2, "both": 7}  # of live scores
+        products = {"forward": 2, "both": 7}
         for which, call in passes(forward, wanted, dout).items():
             if which == "forward" or not name.startswith(FORWARD_ONLY):
                 settings = {"flops": 2.0 * products[which] * case.dim * live}
@@ -146,7 +145,6 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
 def peers_of(
     case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Callable[[], Tensor]]]:
-    """Functions that make a peer's call, given the blocks."""
     by_head = partial(flashinfer.masks_of_heads, mask, q.detach(), k.detach(), v.detach(), causal=case.causal)
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {
@@ -163,7 +161,6 @@ def peers_of(
 
 
 def _is_past(b: Any, h: Any, q: Any, k: Any) -> Any:
-    """A causal choice's partial tiles, in PyTorch and in the CuTe DSL."""
     return k <= q
 
 
@@ -207,7 +204,6 @@ def blocks(
 
 
 def measure(bench: Bench, case: Case, *, host_calls: int) -> None:
-    """Every way, ours also recorded; then the host's time."""
     ways = ways_of(case, bench.device)
     if bench.device.type == "cuda":
         ways |= {f"{name}-recorded": replace(way, recorded=True) for name, way in ways.items() if not way.peer}

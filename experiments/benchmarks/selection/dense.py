@@ -18,8 +18,6 @@ from sparseflash.interop import to_flex
 
 
 class Inputs(NamedTuple):
-    """Leaves `[B, H, N, D]`, and the gradient of the output."""
-
     q: Tensor
     k: Tensor
     v: Tensor
@@ -27,14 +25,13 @@ class Inputs(NamedTuple):
 
 
 def sdpa(inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
-    """PyTorch's own choice among its backends."""
     q, k, v, _ = inputs
     group = q.shape[1] // k.shape[1]
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=group > 1)
 
 
 def fa4(inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
-    """FlashAttention-4. Its own layout is `[B, N, H, D]`."""
+    """FlashAttention-4, in its layout `[B, N, H, D]`."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     package = flashattention4.load()

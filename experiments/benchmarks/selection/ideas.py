@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chos
 from experiments.benchmarks.selection import dense
 from experiments.benchmarks.selection.shapes import LENGTHS, PUBLISHED, SMALL, Shape
 from experiments.benchmarks.selection.ways import Case, case_of, dense_ways, flex_ways, own_ways
-from experiments.measurements import Measurement, read
+from experiments.measurements import Measurement
 
 FLEX = "flex-given-the-choice"
 # What is measured first, if the time is short.
@@ -42,7 +41,8 @@ def ideas(
     named, wanted = chosen("--idea", idea, shapes), chosen("--way", way, WAYS)
     lengths = tokens or ([128] if small else list(LENGTHS))
     bench = Bench.start("selection", device, commit, out, round_ms=0.0 if small else 60.0)
-    continue_(bench)
+    bench.resume()
+    bench.measurements = [each for each in bench.measurements if "/faster-from/" not in each.name]
     limit, left = Limit(minutes), []
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     for stage in STAGES:
@@ -66,8 +66,6 @@ def ideas(
 
 
 class Limit:
-    """Whether there is time for one more, which takes at most as long as the longest so far."""
-
     def __init__(self, minutes: float | None) -> None:
         self.stop = None if minutes is None else time.monotonic() + 60 * minutes
         self.longest, self.began = 0.0, 0.0
@@ -80,26 +78,11 @@ class Limit:
         self.longest = max(self.longest, time.monotonic() - self.began)
 
 
-def continue_(bench: Bench) -> None:
-    """Takes over what the file has. Raises BadParameter if the file is of another GPU or commit."""
-    if not bench.path.exists():
-        return
-    run, measurements = read(bench.path)
-    for what in ("device", "commit", "versions"):
-        found, now = getattr(run, what), getattr(bench.run, what)
-        if found != now:
-            raise typer.BadParameter(
-                f"--out must be a new file, or one with the {what} {now}; {bench.path} has {found}."
-            )
-    bench.measurements = [replace(each, run=None) for each in measurements if "/faster-from/" not in each.name]
-
-
 def has(bench: Bench, case: str, way: str) -> bool:
     return any(each.name == f"{bench.name}/{case}/forward/{way}" for each in bench.measurements)
 
 
 def measure(bench: Bench, path: str, shape: Shape, tokens: int, names: Sequence[str], dtype: torch.dtype) -> None:
-    """Times these ways in turns; what cannot be made is recorded as failed."""
     bench.rounds = 1 if tokens >= LONG else 3
     ways: dict[str, Way] = {}
     case = case_of(shape, tokens, bench.device, dtype)

@@ -15,9 +15,8 @@ WIDTH = 256  # features of a token. Projections of indexers are timed, others ar
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's sizes.
-
-    dense: key heads, features of a key and of a value of the dense attention that it replaces, if they are others.
+    """dense: key heads, features of a key and of a value of the dense attention that it replaces, if they are
+    others.
     """
 
     kind: Callable[..., nn.Module]
@@ -38,7 +37,6 @@ class Shape:
 
     @property
     def shared(self) -> bool:
-        """Whether keys hold their values (multi-head latent attention)."""
         return "latent" in self.options
 
     @property

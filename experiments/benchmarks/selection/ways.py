@@ -20,8 +20,6 @@ from sparseflash.selection.frame import Frame
 
 @dataclass
 class Case:
-    """A layer, and what its projections would give for random tokens."""
-
     shape: Shape
     tokens: int
     layer: nn.Module
@@ -31,7 +29,6 @@ class Case:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """What gets a gradient: queries, keys, values, and the gates and the compression of a layer."""
         q, k, v, _ = self.inputs
         own = [p for name, p in self.layer.named_parameters() if name.startswith(("gate", "compress", "places"))]
         return (q, k, *(() if self.shape.shared else (v,)), *own)
@@ -53,7 +50,6 @@ class Case:
             self.layer.backend = None
 
     def choice(self) -> Callable[[], BlockMask | Tensor]:
-        """The choice of a call, alone, with its arguments known."""
         calls: list[Callable[[], BlockMask | Tensor]] = []
         real = self.layer.choice
 
@@ -91,7 +87,6 @@ def case_of(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype)
 
 
 def live_scores(case: Case, chosen: BlockMask | Tensor) -> int:
-    """Scores of all heads in the chosen, the near and the compressed branch."""
     if isinstance(chosen, BlockMask):
         return round(chosen.density * case.tokens**2) * case.shape.heads
     span = getattr(case.layer, "block", getattr(case.layer, "span", 1))
@@ -115,7 +110,6 @@ def flops(live: int, dim: int, value_dim: int) -> dict[str, float]:
 
 
 def own_ways(case: Case) -> dict[str, Way]:
-    """The choice alone, and the attention with the choice, as it is called and recorded in a CUDA graph."""
     choice = case.choice()
     rates = flops(live_scores(case, choice()), case.shape.dim, case.shape.values)
     found = {"choice/sparseflash": Way(choice, peer=True)}
@@ -131,7 +125,6 @@ def own_ways(case: Case) -> dict[str, Way]:
 
 
 def dense_ways(case: Case, name: str, make: Callable[[dense.Inputs, bool], Callable[[], Tensor]]) -> dict[str, Way]:
-    """Dense attention with the heads that the idea replaces."""
     shape, like = case.shape, {"device": case.x.device, "dtype": case.x.dtype}
     kv_heads, dim, value_dim = shape.of_dense
     sizes = (shape.heads, dim), (kv_heads, dim), (kv_heads, value_dim), (shape.heads, value_dim)
@@ -146,7 +139,6 @@ def dense_ways(case: Case, name: str, make: Callable[[dense.Inputs, bool], Calla
 
 
 def flex_ways(case: Case, name: str) -> dict[str, Way]:
-    """FlexAttention, given the choice: the chosen branch alone."""
     shape, (q, k, v, dout) = case.shape, case.inputs
     if shape.shared:
         raise Unavailable("keys that hold their values")
@@ -156,7 +148,7 @@ def flex_ways(case: Case, name: str) -> dict[str, Way]:
     call = planned(partial(dense.flex, dense.Inputs(*own, dout), chosen, span))
     rates = flops(live_scores(case, chosen), shape.dim, shape.values)
     both = passes(call, own, dout)
-    if not hasattr(case.layer, "gate"):  # the chosen branch is all there is
+    if not hasattr(case.layer, "gate"):
         failure = failure_of(both["forward"], torch.no_grad()(case.attend))
         if failure is not None:
             raise failure

@@ -22,7 +22,6 @@ QUICK_MINUTES = 2.7  # a case ends within three minutes
 
 
 def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    """Values of an option that may be repeated, or separated by commas."""
     return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
 
 

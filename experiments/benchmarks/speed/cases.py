@@ -62,11 +62,10 @@ class Case:
 
     @property
     def path(self) -> str:
-        """The mask in the groups masks, windows and blocks, otherwise the name."""
         if self.group in ("masks", "windows"):
             return f"{self.kind}/{self.head_dim}"
         if self.group == "blocks":
-            block = self.name.partition("-")[0].removeprefix("block")  # kept by a shrunk case
+            block = self.name.partition("-")[0].removeprefix("block")
             return f"blocks-of-{block}/{self.kind}/{self.head_dim}"
         return f"{self.name}/{self.head_dim}"
 
@@ -80,7 +79,6 @@ class Case:
         return found | {name: value for name, value in more.items() if value}
 
     def shrunk(self, length: int, block: int) -> Case:
-        """One sequence, two heads."""
         grouped = self.heads_of_keys < self.heads
         small = replace(self, batch=1, heads=2, kv_heads=1 if grouped else None, length=length, block=block)
         if self.group != ON_REQUEST:
@@ -93,7 +91,6 @@ class Case:
 
 
 def useful_flops(case: Case, kept: float, direction: str) -> float:
-    """2 * (D + Dv) * kept scores * heads * batch forward."""
     dims = case.head_dim + (case.v_dim or case.head_dim)
     return 2.0 * dims * kept * case.heads * case.batch * FLOPS_OF_PASS[direction]
 
@@ -165,10 +162,7 @@ CASES: tuple[Case, ...] = (
 
 
 def select(patterns: str, *, groups: tuple[str, ...] = (), quick: bool = False) -> list[Case]:
-    """The cases of `groups` whose name matches one of the comma-separated globs.
-
-    groups: all but workloads if empty. quick: the group masks only, without the pass BOTH.
-    """
+    """groups: all but workloads if empty. quick: the group masks only, without the pass BOTH."""
     unknown = [name for name in groups if name not in GROUPS]
     if unknown:
         raise ValueError(f"--group must be from {', '.join(GROUPS)}; got {', '.join(unknown)}.")

@@ -15,20 +15,17 @@ from sparseflash.interop.mask_mods import Rule
 
 
 class Pattern(NamedTuple):
-    """rule: of the partial tiles, if there are some."""
-
     mask: BlockMask
     rule: Rule | None = None
 
     @property
     def kept(self) -> int:
-        """Live scores of a head, mean over the batch."""
         return round(self.mask.density * self.mask.q_len * self.mask.k_len)
 
 
 def local(blocks: int, reach: int = 4) -> np.ndarray:
     """Layout [M, M]: |i - j| <= reach, in blocks."""
-    places = np.arange(blocks, dtype=np.int32)  # a million tokens have 67 million pairs of blocks
+    places = np.arange(blocks, dtype=np.int32)
     layout: np.ndarray = np.abs(places[:, None] - places) <= reach
     return layout
 
@@ -79,7 +76,6 @@ def _causal(case: Case, device: torch.device) -> Pattern:
 
 
 def window_of(case: Case) -> tuple[int, int] | None:
-    """The keys before and after a query, if the mask is a window."""
     if case.kind == "window":
         return case.sizes[0] - 1, 0
     both = {"window64": 64, "window256": 256}.get(case.kind)
@@ -161,7 +157,7 @@ KINDS: dict[str, Callable[[Case, torch.device], Pattern]] = {  # comment: the si
     "window256": _window,
     "window": _window,  # keys, causal
     "prefix": _prefix,
-    "longformer": _longformer,  # keys, global tokens
+    "longformer": _longformer,
     "image": _image,  # side, window
     "video": _image,
     "documents": _documents,  # their number
@@ -182,5 +178,4 @@ def pattern(case: Case, device: torch.device | str = "cpu") -> Pattern:
 
 
 def block_mask(kind: str, length: int, block: int) -> BlockMask:
-    """For kinds without sizes."""
     return pattern(Case(kind, kind, 1, 1, length, 64, block=block)).mask

@@ -87,7 +87,6 @@ def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: 
 
 
 def _exactness(bench: Bench, case: Case, live: Pattern, inputs: Inputs, heads: int) -> str:
-    """Records our largest error; returns why ours must not be timed."""
     path, (q, k, v, dout) = f"{case.path}/exactness/{OURS}", inputs.tensors
     # A value that a kernel does not write is then noticed.
     freed = [torch.full_like(q, float("nan"), dtype=dtype) for dtype in (q.dtype, torch.float32)]
@@ -114,7 +113,6 @@ def inference(runner: Runner) -> Iterator[None]:
 
 
 def call_of(runner: Runner, which: str) -> tuple[Callable[[], object], Callable[[], Any]]:
-    """The call of a pass, and its context. A backward runs on a graph that is kept."""
     if which == FORWARD:
         return runner.inference(), partial(inference, runner)
     if which == BOTH:
@@ -124,7 +122,6 @@ def call_of(runner: Runner, which: str) -> tuple[Callable[[], object], Callable[
 
 
 def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
-    """The output, with a backward also the gradients, as [B, H, N, D]."""
     if which == FORWARD:
         with inference(runner):
             found = (runner.inference()(),)
@@ -135,10 +132,7 @@ def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
 
 
 def peak_mib(runner: Runner, inputs: Inputs, before: int, device: torch.device) -> float:
-    """The peak of a second forward and backward in MiB, inputs included. Raises Unavailable on a CPU.
-
-    before: bytes that were allocated when the runner was not yet built, `inputs` included.
-    """
+    """before: bytes that were allocated when the runner was not yet built, `inputs` included."""
     if device.type != "cuda":
         raise Unavailable("PyTorch counts memory on a CUDA device only")
     with runner.context():
@@ -154,7 +148,6 @@ def peak_mib(runner: Runner, inputs: Inputs, before: int, device: torch.device) 
 
 
 def run_all(bench: Bench, todo: Mapping[str, Callable[[], bool]], minutes: float) -> bool:
-    """Records subjects until the minutes have passed; the others are marked. Returns whether ours was right."""
     begin, right = time.monotonic(), True
     for number, (path, run) in enumerate(todo.items(), 1):
         if time.monotonic() - begin > 60 * minutes:
@@ -165,7 +158,7 @@ def run_all(bench: Bench, todo: Mapping[str, Callable[[], bool]], minutes: float
             right = run() and right
             if bench.device.type == "cuda":
                 torch.cuda.empty_cache()
-        except Exception as failure:  # of the benchmark, or of a device that an earlier case has lost
+        except Exception as failure:
             bench.add(f"{path}/exactness/{OURS}", None, ALLOWED, failure=reason(failure))
             right = False
     bench.save()

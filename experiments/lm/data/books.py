@@ -1,4 +1,4 @@
-"""Whole novels as documents, split by author. The archives are described in experiments/training/books.py."""
+"""Whole novels as documents, split by author."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from experiments.training.books import SPLITS, Book, archives_in, read
 
 @dataclass(frozen=True)
 class Novel:
-    """A book as a document of a corpus; see `Document` in files.py."""
-
     book: Book
     digest: bytes
 

@@ -39,8 +39,6 @@ class Document:
 
 @dataclass(frozen=True)
 class Found:
-    """skipped: files that are no text, too short or too long; duplicates: repeated files."""
-
     documents: tuple[Document, ...]
     skipped: int
     duplicates: int
@@ -50,10 +48,6 @@ class Found:
         return sum(len(document.paths) for document in self.documents)
 
     def limited(self, most: int) -> Found:
-        """A fair sample of at most `most` bytes, in the order of the ends of digests.
-
-        The beginnings would select all validation documents first.
-        """
         kept = []
         for document in sorted(self.documents, key=lambda document: document.digest[::-1]):
             most -= document.bytes
@@ -63,7 +57,6 @@ class Found:
         return Found(tuple(sorted(kept, key=_by_digest)), self.skipped, self.duplicates)
 
     def split(self, share: float = VALIDATION_SHARE) -> tuple[list[Document], list[Document]]:
-        """In the order of their digests, which is independent of their text."""
         training = [document for document in self.documents if not is_validation(document, share)]
         validation = [document for document in self.documents if is_validation(document, share)]
         return training, validation
@@ -75,7 +68,6 @@ def find(
     """Each text once; near copies are kept.
 
     suffixes: such as .py; empty: all. excluded: folders. packages: join the files below each folder inside `folders`.
-    Raises FileNotFoundError, and ValueError if no text is found.
     """
     known: dict[bytes, Document] = {}
     skipped = duplicates = 0
@@ -116,7 +108,6 @@ def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]
 
 
 def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
-    """Without hidden files, hidden folders and links."""
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")

@@ -1,7 +1,6 @@
 """Sequences of a fixed length from concatenated documents, in an order that a seed determines.
 
-Sequence i holds the tokens from i * context on, and one more as the last label. Each epoch uses another permutation; a
-batch is a function of the step.
+Sequence i holds the tokens from i * context on, and one more as the last label.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from experiments.lm.data.store import Part
 
 @dataclass(frozen=True)
 class Packing:
-    """share: this process's sequences of a batch."""
-
     part: Part
     context: int
     batch: int
@@ -35,19 +32,16 @@ class Packing:
         return max(0, (len(self.part) - 1) // self.context)
 
     def numbers(self, step: int) -> np.ndarray:
-        """At a step (from 0); an incomplete last batch of an epoch is dropped."""
         batches = self.count // self.batch
         epoch, place = divmod(step, batches)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
         return order[place * self.batch : (place + 1) * self.batch][self.share]
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
-        """[B, N + 1], int32."""
         places = numbers[:, None] * self.context + np.arange(self.context + 1)
         return self.part.tokens[places].astype(np.int32)
 
     def documents(self, number: int) -> list[int]:
-        """Of documents, or of their pieces, in the N tokens of a sequence."""
         begin = number * self.context
         starts = self.part.starts
         first, last = np.searchsorted(starts, [begin, begin + self.context])

@@ -40,8 +40,6 @@ Progress = Callable[[str], None]
 
 
 class Text(Protocol):
-    """A document: files of text that follow each other. digest: of its contents."""
-
     @property
     def name(self) -> str: ...
     @property
@@ -51,8 +49,6 @@ class Text(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """starts: the first token of each document, followed by the number of tokens."""
-
     tokens: np.ndarray
     starts: np.ndarray
 
@@ -78,7 +74,6 @@ class Store:
 
 
 def opened(folder: Path) -> Store:
-    """Raises FileNotFoundError if the folder holds none."""
     path = folder / ABOUT
     if not path.is_file():
         raise FileNotFoundError(f"there are no tokens in {folder}")
@@ -120,7 +115,6 @@ def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
 
 
 def make(found: Found, target: Path, vocabulary: int, say: Progress, share: float = VALIDATION_SHARE) -> Store:
-    """The folder is replaced."""
     training, validation = found.split(share)
     if not training or not validation:
         raise ValueError(
@@ -139,10 +133,6 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
 def make_parts(
     parts: Mapping[str, Sequence[Text]], target: Path, vocabulary: int, say: Progress, facts: Mapping[str, Any]
 ) -> Store:
-    """Tokenise the documents of "train", "val" and, if there is one, "test" into a folder, which is replaced.
-
-    The vocabulary is learned from the training documents. facts: plain values for about.json.
-    """
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -173,7 +163,6 @@ def make_parts(
 
 
 def pack(store: Store, path: Path) -> None:
-    """Write the files of a store into one compressed archive."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with lzma.open(unfinished, "wb", filters=_PACKED) as compressed, tarfile.open(fileobj=compressed, mode="w") as made:
         for file in sorted(each for each in store.folder.iterdir() if each.is_file()):
@@ -182,7 +171,6 @@ def pack(store: Store, path: Path) -> None:
 
 
 def opened_or_unpacked(data: Path) -> Store:
-    """The tokens of a folder or of a packed store."""
     return unpacked(data) if data.is_file() else opened(data)
 
 
@@ -204,7 +192,6 @@ def unpacked(path: Path) -> Store:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises FileExistsError for no folder, or one with anything but tokens."""
     if folder.exists() and not (folder / ABOUT).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
 
@@ -214,7 +201,6 @@ def _digest(documents: Sequence[Text]) -> str:
 
 
 def _texts(documents: Sequence[Text], most: int) -> Iterator[str]:
-    """Texts of at most `most` bytes together. The order of the documents is random enough for a fair sample."""
     for document in documents:
         for text in document.texts():
             most -= len(text)
@@ -226,7 +212,6 @@ def _texts(documents: Sequence[Text], most: int) -> Iterator[str]:
 def _write(
     folder: Path, name: str, documents: Sequence[Text], tokenizer: Tokenizer, dtype: np.dtype, say: Progress
 ) -> tuple[int, str]:
-    """Write one part; returns its number of tokens and the hash of its file."""
     starts, digest = [0], hashlib.sha256()
     end = np.array([tokenizer.size - 1], dtype)
     count = 0
@@ -248,7 +233,6 @@ def _write(
 
 
 def _together(documents: Sequence[Text]) -> Iterator[list[tuple[str, bool]]]:
-    """The texts of documents, some at a time, each with whether it is its document's last."""
     some: list[tuple[str, bool]] = []
     size = 0
     for document in documents:

@@ -18,12 +18,8 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Converts text to numbers and back; decoding restores the text byte for byte."""
-
     @property
-    def size(self) -> int:
-        """The number of tokens. The last one ends documents."""
-        ...
+    def size(self) -> int: ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
     def decode(self, tokens: Iterable[int]) -> str: ...
@@ -56,7 +52,6 @@ class BytePairs:
 
     @classmethod
     def trained(cls, texts: Iterable[str], vocabulary: int) -> BytePairs:
-        """A vocabulary of `vocabulary` tokens, including the 256 bytes and the end of a document."""
         tokenizers = library()
         made = tokenizers.Tokenizer(tokenizers.models.BPE())
         # GPT-2's rule separates words, numbers and runs of spaces; a word begins with its space.
@@ -68,7 +63,7 @@ class BytePairs:
             show_progress=False,
         )
         made.train_from_iterator(texts, trainer)
-        made.add_special_tokens([END])  # the last number
+        made.add_special_tokens([END])
         return cls(made)
 
     @classmethod
@@ -76,14 +71,13 @@ class BytePairs:
         made = library().Tokenizer
         try:
             return cls(made.from_file(str(path)))
-        except Exception as error:  # the package raises plain Exception
+        except Exception as error:
             raise ValueError(f"{path} must be a vocabulary of the package tokenizers; got {error}") from error
 
     def save(self, path: Path) -> None:
         self._made.save(str(path))
 
     def spelled(self, token: int) -> str:
-        """A token in the vocabulary's own alphabet, in which Ġ is a space; empty for the end of a document."""
         return "" if token == self.size - 1 else str(self._made.id_to_token(token))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -94,7 +88,6 @@ class BytePairs:
 
 
 def library() -> Any:
-    """The package tokenizers; raises ValueError if it is missing."""
     try:
         import tokenizers
         import tokenizers.decoders
@@ -110,6 +103,5 @@ def library() -> Any:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder of tokens: the vocabulary there, or bytes if it has none."""
     path = folder / FILE
     return BytePairs.load(path) if path.is_file() else Bytes()

@@ -27,7 +27,7 @@ def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Atten
     """Attention over a mask on the device of q, k and v; chosen blocks are a layer with weights of its own.
 
     sparseflash: any mask. sdpa: `is_causal` for dense causal masks, otherwise an element mask. flex: compiled on a GPU,
-    with the block lists of the mask. Raises ValueError for another name, and for a mask that takes gigabytes in SDPA.
+    with the block lists of the mask.
     """
     if isinstance(mask, ChosenBlocks):
         if implementation != "sparseflash":
@@ -43,7 +43,6 @@ def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Atten
 
 
 def is_dense_causal(mask: BlockMask) -> bool:
-    """For any block size."""
     same = masks.causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k))
     return mask.to("cpu") == same
 

@@ -43,7 +43,6 @@ class ChosenBlocks:
 
     @property
     def density(self) -> float:
-        """The share of live scores, from the length alone: every choice has as many."""
         places = range(0, self.length, self.block)
         whole = sum(min(self._blocks - 1, place // self.block) * self.block * self.block for place in places)
         live = whole + len(places) * self.block * (self.block + 1) / 2
@@ -55,7 +54,6 @@ class ChosenBlocks:
 
     @property
     def _near(self) -> int:
-        """Tokens of NSA's window."""
         return max(1, self.chosen * self.block // 2)
 
     @property
@@ -63,11 +61,9 @@ class ChosenBlocks:
         return max(1, self.chosen // 2) if self.kind == "nsa" else self.chosen
 
     def to(self, device: torch.device | str) -> ChosenBlocks:
-        """Itself: it holds no tensors."""
         return self
 
     def layer(self, width: int, heads: int, head_dim: int, *, rotary: bool) -> Choosing:
-        """The layer with its weights. rotary: whether an indexer's queries and keys are rotated."""
         sizes: dict[str, Any] = {"head_dim": head_dim, "block": self.block, "chosen": self._blocks}
         if self.kind == "msa":
             sizes |= {"index_dim": head_dim, "taught": TAUGHT, "rotary": Rotary(head_dim) if rotary else None}
@@ -77,7 +73,7 @@ class ChosenBlocks:
         first, last = (1, 2) if self._blocks > 3 else (0, 1)
         sizes |= {"compression": self.block // 2, "stride": self.block // 4, "first": first, "last": last}
         native = selection.NativeSparseAttention(width, heads, window=self._near, **sizes)
-        with torch.no_grad():  # about the chosen blocks alone, as a dense model reads them
+        with torch.no_grad():
             native.gate.weight.zero_()
             native.gate.bias.view(3, -1).copy_(native.gate.bias.new_tensor([[-2.0], [2.0], [-2.0]]).expand(3, heads))
         return Choosing(native)

@@ -39,7 +39,7 @@ def _kernel(logits, labels, losses, vocabulary, stride, factor, STEP: tl.constex
 
 
 def fused_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """As `loss.loss_and_gradient`. The gradient replaces the logits [M, V], whose rows are contiguous."""
+    """The gradient replaces the logits [M, V], whose rows are contiguous."""
     tokens, vocabulary = logits.shape
     losses = logits.new_empty(tokens, dtype=torch.float32)
     _kernel[tokens,](

@@ -27,7 +27,6 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Te
 
 
 def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """With PyTorch's operations; the logits are kept."""
     scores = logits.float()
     lse = scores.logsumexp(-1, keepdim=True)
     label = labels[:, None]
@@ -38,8 +37,6 @@ def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tu
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The forward also computes the gradients, which the backward scales."""
-
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head = weight.to(features.dtype)
@@ -71,7 +68,6 @@ def mean_loss(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """fp32 [T]."""
     head = weight.to(features.dtype)
     found = [
         F.cross_entropy((features[part] @ head.T).float(), labels[part], reduction="none")
@@ -81,7 +77,6 @@ def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunks(features: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Logits of a part take at most CHUNK_BYTES."""
     tokens = size = len(features)
     most = max(1, CHUNK_BYTES // (len(weight) * features.element_size()))
     while size > most and size % 2 == 0:

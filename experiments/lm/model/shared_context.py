@@ -27,32 +27,26 @@ class SharedContext:
         return self._sequences.plan(self._leading)
 
     def positions(self, device: torch.device) -> Tensor:
-        """[n], moved to a device once."""
         return self.layout.positions_of("queries").on(device)
 
     @property
     def share(self) -> float:
-        """Divided by the mean over processes."""
         queries = self.layout.queries
         return queries.counts[self.layout.rank] * self.layout.ranks / queries.length
 
     def scatter(self, x: Tensor) -> Tensor:
-        """[B, n] out of [B, N]."""
         return self.layout.scatter(x, -1)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The inverse of `scatter`."""
         return self.layout.gather(x, -1)
 
     def attention(self, mask: BlockMask) -> Attention:
         return partial(self._attention, mask=mask)
 
     def attention_once(self, mask: BlockMask) -> Attention:
-        """With a mask of one batch."""
         return partial(distributed.attention, plan=self._sequences.plan_once(mask, self.layout))
 
     def clear(self) -> None:
-        """They hold the process group."""
         self._sequences.clear()
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask) -> Tensor:

@@ -64,13 +64,10 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        """In matrix products; see flops.py."""
         return matrix_weights(self.depth, self.width, self.mlp, self.padded_vocabulary)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each with a normalised input and a residual connection."""
-
     def __init__(self, sizes: Sizes, halves: Halves, recompute: bool = False) -> None:
         super().__init__()
         width = sizes.width
@@ -94,7 +91,6 @@ class Block(nn.Module):
         return self.layer(x, batch, rotation, attention)
 
     def layer(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
-        """Without recomputation."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
         if isinstance(attention, Choosing):
@@ -119,7 +115,6 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def before_attention(
     x: Tensor, norm_weight: Tensor, qkv: Tensor, head_dim: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, H, D], each contiguous: otherwise the compiled backward would copy v's gradient."""
     q, k, v = product(norm(x, norm_weight), qkv).unflatten(-1, (3, -1, head_dim)).unbind(1)
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
@@ -127,7 +122,6 @@ def before_attention(
 
 
 def after_attention(x: Tensor, mixed: Tensor, out: Tensor, norm_weight: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """[T, W], from the input and the attention [T, W]."""
     x = x + product(mixed, out)
     hidden = F.gelu(product(norm(x, norm_weight), up), approximate="tanh")
     return x + product(hidden, down)
@@ -139,15 +133,12 @@ class Halves(NamedTuple):
 
 
 def compiled(function: Callable[..., object]) -> Callable[..., object]:
-    """With a graph for each shape."""
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 class LanguageModel(nn.Module):
-    """Embedding, layers, norm and head.
-
-    attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling:
+    """attentions: of each layer, or empty until they are set. dtype: of the residual stream and products. compiling:
     "none"; "block": the two halves of a layer around attention, one pair of graphs for all layers; "model": all layers
     and the last norm as one graph. recompute: each layer from its input. shared: this process's tokens.
     """
@@ -185,7 +176,6 @@ class LanguageModel(nn.Module):
                 block.choosing = attention
 
     def made(self, attention: Attention) -> Attention:
-        """Itself, or a new layer with weights for blocks that are chosen."""
         if not isinstance(attention, ChosenBlocks):
             return attention
         sizes = self.sizes
@@ -199,10 +189,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
     def features(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """[T, W] of tokens [B, N].
-
-        The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions.
-        """
+        """The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions."""
         batch, length = ids.shape
         of_sequence = (
             torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions(ids.device)
@@ -214,7 +201,6 @@ class LanguageModel(nn.Module):
         return self.run(x, places, batch, attentions)
 
     def trunk(self, x: Tensor, places: Tensor, batch: int, attentions: Sequence[Attention]) -> Tensor:
-        """[T, W] of embedded tokens [T, W] at positions [T]."""
         rotation = None
         if self.rotary is not None:
             cosine, sine = self.rotary(places)  # [T, 1, D / 2]
@@ -226,9 +212,7 @@ class LanguageModel(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, attentions: Sequence[Attention] | None = None, each: bool = False
     ) -> Tensor:
-        """The mean loss, nats, of tokens [B, N] with labels [B, N].
-
-        If sequences are shared, each process returns its tokens' part: the mean over processes is the mean loss.
+        """If sequences are shared, each process returns its tokens' part: the mean over processes is the mean loss.
 
         attentions: instead of the model's own, for separate documents. each: the loss of each token, [B, N], without
         gradients; an argument, because FSDP gathers weights when `forward` is called.

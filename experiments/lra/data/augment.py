@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Image = NDArray[np.uint8]  # row by row
+Image = NDArray[np.uint8]
 
 _REACH = 4  # pixels, in each direction
 _MOVES = 2 * (2 * _REACH + 1) ** 2
-# See `turned`: eight symmetries, then the moves of an image and of its mirror image.
 WAYS = {"none": (0,), "mirror": (0, 4), "square": tuple(range(8)), "crops": tuple(range(8, 8 + _MOVES))}
 _KEY = (0x7075,)  # independent of others with the same seed
 

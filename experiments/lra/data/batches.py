@@ -23,8 +23,6 @@ _TENSORS = ("ids", "lengths", "places", "labels", "asked", "token_labels")
 
 @dataclass(frozen=True)
 class Shape:
-    """The form of sequences as rows of a batch."""
-
     block: int  # of the mask
     max_tokens: int  # longer sequences are cut, as in the reference loader
     cls: int | None  # the id of [CLS], which is put first; None: no [CLS]
@@ -34,7 +32,6 @@ class Shape:
 
     @property
     def first(self) -> int:
-        """The index in a row at which its sequence begins."""
         return int(self.cls is not None)
 
     @property
@@ -47,7 +44,6 @@ class Shape:
         return -(-(self.max_tokens + self.first) // self.block) * self.block
 
     def places(self, longest: int) -> int:
-        """The number of token positions for sequences of at most `longest` symbols."""
         return self.first + longest if self.drop_background else self.length
 
     def row(self, tokens: int) -> int:
@@ -77,12 +73,10 @@ class Batch:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, copied from pinned memory if the copy can then overlap with GPU work."""
         pins = device.type == "cuda" and self.ids.device.type == "cpu"
         return self._with_each(lambda tensor: (tensor.pin_memory() if pins else tensor).to(device, non_blocking=pins))
 
     def copy_on(self, device: torch.device) -> Batch:
-        """The batch on a device, in new tensors."""
         return self._with_each(lambda tensor: tensor.to(device, copy=True))
 
     def _with_each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -96,12 +90,6 @@ def collate(
     change: Callable[[list[Image]], list[Image]] | None = None,
     token_labels: Examples | None = None,
 ) -> Batch:
-    """The examples with these indices as one batch.
-
-    change: applied to the sequences first.
-    token_labels: the classes of every example's tokens, in order.
-    """
-
     def sequences_of(source: Examples) -> list[NDArray[np.uint8]]:
         found = [source.sequence(row, tower) for row in rows for tower in range(source.towers)]
         return found if change is None else change(found)
@@ -140,28 +128,24 @@ def collate(
 
 
 def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
-    """The pixels of an image that are not black; the first pixel if all are black."""
     live = np.flatnonzero(symbols)
     check_pixels(len(live), shape)
     return live if len(live) else np.zeros(1, np.int64)
 
 
 def check_images(examples: Examples, shape: Shape) -> None:
-    """Raises ValueError if an image has more pixels than a row has tokens, so that a run fails at its start."""
     if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
         check_pixels(int(live_counts(examples).max()), shape)
 
 
 def live_counts(examples: Examples) -> NDArray[np.int64]:
-    """The number of pixels of each image that are not black, int64 [n]."""
     counts = np.zeros(len(examples), np.int64)
-    for row in np.argsort(examples.begins[:, 0]):  # in disk order
+    for row in np.argsort(examples.begins[:, 0]):
         counts[row] = np.count_nonzero(examples.sequence(row))
     return counts
 
 
 def blocks_of_rows(examples: Examples, shape: Shape) -> NDArray[np.int64]:
-    """The length of each example's rows in blocks, int64 [n]."""
     symbols = live_counts(examples).clip(min=1) if shape.drop_background else (examples.ends - examples.begins).max(1)
     return -(-(np.minimum(symbols, shape.max_tokens) + shape.first) // shape.block)
 
@@ -182,11 +166,6 @@ def training_batches(
     turning: Turning | None = None,
     token_labels: Examples | None = None,
 ) -> Iterator[Batch]:
-    """Endless batches for the steps from `first_step` on.
-
-    turning: turns images, or None.
-    token_labels: the classes of their tokens.
-    """
     for step in count(first_step):
         change = None if turning is None else partial(turning, step)
         yield collate(examples, order.rows(step), shape, change, token_labels)

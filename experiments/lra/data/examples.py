@@ -19,7 +19,6 @@ from experiments.training.reading import reading
 
 FORMAT = 2  # increase it when symbols or arrays change
 
-# A class, and the symbols of one sequence, or of two.
 Row = tuple[int, tuple[bytes, ...]]
 
 
@@ -56,7 +55,6 @@ class Examples:
         return self.symbols[self.begins[:, 0]]
 
     def take(self, rows: NDArray[np.int64]) -> Examples:
-        """Without copying symbols."""
         return Examples(self.symbols, self.begins[rows], self.ends[rows], self.labels[rows], self.shift)
 
 
@@ -86,10 +84,7 @@ def cached(
     shift: int,
     total: int | None = None,
 ) -> Examples:
-    """Memory-mapped from `<place>/tokens/`, which is written if missing.
-
-    A cache is valid for one state of the sources. total: rows, for the progress bar.
-    """
+    """Memory-mapped from `<place>/tokens/`, which is written if missing."""
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     key = blake2b(f"{FORMAT} {name} {states}".encode(), digest_size=8).hexdigest()
     folder = place / "tokens" / f"{name}-{key}"
@@ -135,7 +130,7 @@ def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> N
             raise ValueError(f"{name} must hold at least one example; there is none")
         np.save(unfinished / "starts.npy", np.array(starts, np.int64))
         np.save(unfinished / "labels.npy", np.array(labels, np.uint8))
-        unfinished.chmod(0o755)  # mkdtemp makes it private
+        unfinished.chmod(0o755)
         try:
             os.replace(unfinished, folder)
         except OSError:

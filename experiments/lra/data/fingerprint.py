@@ -17,7 +17,6 @@ def fingerprint(data: Data) -> dict[str, str]:
 
 
 def splits_hash(data: Data) -> str:
-    """Of all labels and lengths, and of the symbols of some examples."""
     digest = blake2b(data.task.name.encode(), digest_size=8)
     for split in (data.train, data.val, data.test):
         update(digest, split)

@@ -30,7 +30,6 @@ class Order:
         self._epoch = lru_cache(maxsize=2)(self._new_epoch)
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """int64 [batch], or this process's share."""
         epoch, begin = divmod(step * self.batch, self.count)
         rows = self._epoch(epoch)[begin : begin + self.batch]
         if len(rows) < self.batch:
@@ -47,6 +46,5 @@ class Order:
         first = -epoch * self.count % self.batch
         last = first + (self.count - first) // self.batch * self.batch
         whole = order[first:last]
-        # A stable sort: the permutation decides among equal sizes.
         batches = whole[np.argsort(self.sizes[whole], kind="stable")].reshape(-1, self.batch)
         return np.concatenate([order[:first], *random.permutation(batches), order[last:]])

@@ -23,8 +23,6 @@ _SKIPPED = {"PROTO", "FRAME"}
 
 @dataclass
 class _Global:
-    """Never imported."""
-
     name: str
 
 
@@ -42,17 +40,15 @@ _NEEDED = {*_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode"}
 
 
 def read(contents: bytes) -> Any:
-    """The value of a pickle. Arrays are uint8 and read-only.
+    """Arrays are uint8 and read-only.
 
     >>> import pickle
     >>> read(pickle.dumps({b"labels": [3, 4], b"data": np.arange(4, dtype=np.uint8)}, protocol=2))
     {b'labels': [3, 4], b'data': array([0, 1, 2, 3], dtype=uint8)}
-
-    Raises ValueError for any other contents.
     """
     try:
         return _followed(contents)
-    except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:  # instructions out of order
+    except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
 
 
@@ -74,7 +70,7 @@ def _followed(contents: bytes) -> Any:
         if name in _VALUES:
             stack.append(argument)
         elif name in _STRINGS:
-            stack.append(argument.encode("latin-1"))  # as pickletools decoded it
+            stack.append(argument.encode("latin-1"))
         elif name in _CONSTANTS:
             stack.append(_CONSTANTS[name])
         elif name == "MARK":
@@ -118,7 +114,6 @@ def _of_type(value: Any, wanted: Any) -> Any:
 
 
 def _known(module: str, name: str) -> _Global:
-    """Raises ValueError for names that arrays do not need."""
     full = f"{_of_type(module, str)}.{_of_type(name, str)}"
     if full not in _NEEDED:
         raise ValueError(f"it asks for {full[:60]}, which arrays of bytes do not need")
@@ -126,20 +121,19 @@ def _known(module: str, name: str) -> _Global:
 
 
 def _called(function: _Global, arguments: tuple[Any, ...]) -> Any:
-    """Calls nothing."""
     if function.name in _RECONSTRUCT:
         return _Array()
     if function.name == "numpy.dtype":
         code = _of_type(arguments[0], (str, bytes))
         return _DType(code.decode("latin-1") if isinstance(code, bytes) else code)
-    if function.name == "_codecs.encode" and arguments[1] == "latin1":  # bytes for Python 2
+    if function.name == "_codecs.encode" and arguments[1] == "latin1":
         return _of_type(arguments[0], str).encode("latin-1")
     raise ValueError(f"it calls {function.name}, which arrays of bytes do not need")
 
 
 def _built(value: Any, state: tuple[Any, ...]) -> Any:
     if isinstance(value, _DType):
-        return value  # the byte order
+        return value
     _of_type(value, _Array)
     _, shape, dtype, by_columns, data = state
     if _of_type(dtype, _DType).name != "u1" or by_columns or not isinstance(data, bytes):

@@ -16,12 +16,10 @@ from sparseflash import BlockMask
 
 
 def mask_of(config: Config) -> BlockMask:
-    """For its longest sequences, on the CPU."""
     return masks.build(config.mask, config.shape.length, block=config.block, window=config.window)
 
 
 def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
-    """Weights from the run's seed, on the mask's device."""
     return made_model(config, task, mask).to(mask.device)
 
 

@@ -41,11 +41,9 @@ class Classifier(Encoder):
         self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Logits [B, C] for ids [B * T, N]."""
         return self.answers(self.encode(ids, lengths, places, padded), lengths)
 
     def answers(self, x: Tensor, lengths: Tensor) -> Tensor:
-        """Logits [B, C] from features [B * T, N, W]."""
         pooled = pool(x, lengths, self.pool)  # [B * T, W]
         if self.towers == 2:
             first, second = pooled[0::2], pooled[1::2]
@@ -55,7 +53,6 @@ class Classifier(Encoder):
 
 
 def pool(x: Tensor, lengths: Tensor, how: str) -> Tensor:
-    """[B, W] for each sequence of x [B, N, W]; [B, 2 W] for "mean+max"."""
     if how in ("cls", "first"):
         return x[:, 0]
     live = (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]  # [B, N, 1]

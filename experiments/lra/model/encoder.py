@@ -49,10 +49,7 @@ class Brightness(nn.Module):
 class Encoder(nn.Module):
     """Embedding, positions, layers and a norm.
 
-    masks: one for each layer, for the longest batch, on the model's device.
     places: the number of positions; above the mask's length if batches drop tokens.
-    first: the position of an example's first token; 1 after [CLS].
-    side: pixels along a side, for images.
     brackets: ids of brackets, for positions "nested" and "tree".
     attention: the implementation; see experiments/training/layers/attention.py.
     encoding: "tokens", or "brightness" of pixels, see Brightness.

@@ -9,12 +9,9 @@ NAMES = ("dense", "local", "butterfly")
 
 
 def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
-    """On the CPU.
-
-    name: "dense", "local" (|q - k| <= window // 2), "butterfly", or what `mask_of_pattern` takes: a pattern of the
-        library, such as "longformer(n, window=64, global_tokens=16)" for n tokens, or a function of the user's, as
-        "module:function" or "path/to/file.py:function".
-    Raises ValueError for other names, and for a function that returns anything else.
+    """name: "dense", "local" (|q - k| <= window // 2), "butterfly", or what `mask_of_pattern` takes: a pattern of the
+    library, such as "longformer(n, window=64, global_tokens=16)" for n tokens, or a function of the user's, as
+    "module:function" or "path/to/file.py:function".
     """
     named = {
         "dense": lambda: BlockMask.dense(length, block=block),

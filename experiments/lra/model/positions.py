@@ -27,7 +27,6 @@ def sinusoids(length: int, width: int) -> Tensor:
         raise ValueError(f"sinusoidal positions need an even width; got {width}")
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(length)[:, None] * rates  # [N, W / 2]
-    # Scaled to the size of the embedding.
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1) * math.sqrt(2 / width)
 
 
@@ -54,12 +53,10 @@ class Nesting(nn.Module):
         nn.init.normal_(self.vectors.weight, std=width**-0.5)
 
     def depths(self, ids: Tensor) -> Tensor:
-        """Open brackets around each of the ids [B, N]."""
         change = self.change[ids]
         return (change.cumsum(-1) - change.clamp(min=0)).clamp(0, _DEEPEST)
 
     def forward(self, depths: Tensor) -> Tensor:
-        """[B, N, W]."""
         vectors: Tensor = self.vectors(depths)
         return vectors
 

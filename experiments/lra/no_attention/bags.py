@@ -15,7 +15,7 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 def features(examples: Examples, longest: int, run: int) -> scipy.sparse.csr_matrix:
     """A row for each example: the logarithms of the counts of all runs of 1 to `run` tokens, scaled to length 1.
 
-    longest: tokens after which a sequence is cut. Two towers, x and y, become [x * y, |x - y|].
+    Two towers, x and y, become [x * y, |x - y|].
     """
     towers = [bags(examples, longest, run, tower) for tower in range(examples.towers)]
     if len(towers) == 1:

@@ -15,8 +15,6 @@ _SELECTS = 0.1  # of the training examples
 
 @dataclass(frozen=True)
 class Answered:
-    """The accuracy on the test split, and what it took."""
-
     accuracy: float
     validation: float  # of the training examples that selected the strength, or of the validation split
     examples: int  # trained on
@@ -26,10 +24,10 @@ class Answered:
 def fitted(data: Data, run: int, most: int | None = None) -> Answered:
     """Logistic regression on the bags of runs of 1 to `run` tokens.
 
-    most: training examples at most. A tenth of them selects the regularisation, because validation and test are one
-    split in some tasks; then all are fitted.
+    A tenth of the training examples selects the regularisation, because validation and test are one split in some
+    tasks; then all are fitted.
     """
-    from sklearn.linear_model import LogisticRegression  # takes a second to import
+    from sklearn.linear_model import LogisticRegression
 
     train = data.train.take(np.arange(min(most or len(data.train), len(data.train))))
     inputs, labels = features(train, data.task.longest, run), train.labels

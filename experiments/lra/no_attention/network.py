@@ -35,7 +35,6 @@ class SequenceCNN(nn.Module):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [B, C]."""
         x = self.embedding(batch.ids).transpose(1, 2)
         for convolution, norm in zip(self.stages, self.norms, strict=True):
             x = F.gelu(norm(convolution(x)))
@@ -48,8 +47,6 @@ class SequenceCNN(nn.Module):
 
 
 class ImageCNN(nn.Module):
-    """The residual network of experiments/pathfinder/cnn."""
-
     def __init__(self, task: Task) -> None:
         super().__init__()
         assert task.side is not None
@@ -63,8 +60,6 @@ class ImageCNN(nn.Module):
 
 @dataclass(frozen=True)
 class Length:
-    """A run ends after its steps or its minutes, whichever comes first."""
-
     steps: int | None = None
     minutes: float | None = None
 
@@ -74,7 +69,6 @@ class Length:
 
 
 def trained(data: Data, length: Length, seed: int, device: torch.device) -> Answered:
-    """Train from random weights, on the task's inputs as they are, and test the last weights."""
     if length.steps is None and length.minutes is None:
         raise ValueError("a network needs an end: give --minutes or --steps")
     torch.manual_seed(seed)
@@ -108,7 +102,6 @@ def trained(data: Data, length: Length, seed: int, device: torch.device) -> Answ
 
 @torch.inference_mode()
 def right(model: nn.Module, examples: Examples, shape: Shape, most: int | None, device: torch.device) -> float:
-    """The share of right answers on the first `most` examples."""
     found = []
     for batch in evaluation_batches(examples, shape, 4 * _BATCH, most or len(examples)):
         batch = batch.to(device)

@@ -53,7 +53,6 @@ def measured(data: Data, rule: str, seeds: Sequence[int], length: Length, device
 
 
 def stored(data: Data, folder: Path = STORED) -> list[tuple[str, float]]:
-    """The rules that were measured on these very splits, with their accuracies from 0 to 1."""
     own = fingerprint(data)["hash"]
     names = {slug(rule): rule for rule in RULES.values()}
     return [

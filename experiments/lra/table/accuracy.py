@@ -26,7 +26,7 @@ _APART = ("seed", "device", "context_parallel", "checkpoint_every", "log_every")
 # Settings without effect on a classifying run. Initial weights are compared by contents, not by path.
 _NOTHING = ("objective", "hidden", "initial")
 # The behaviour of older runs, from before the setting existed.
-_BEFORE = {
+BEFORE = {
     "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
     "auxiliary": 0.0, "keep": "last", "convolution": 0, "label_smoothing": 0.0,
 }  # fmt: skip
@@ -82,9 +82,7 @@ class Run:
 
 
 def collect(folder: Path) -> list[Accuracy]:
-    """All finished classifying runs below a folder. Raises ValueError if two runs with equal settings have the same
-    seed, or if a file is damaged.
-    """
+    """All finished classifying runs below a folder."""
     groups: dict[str, list[Run]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "config")
@@ -110,7 +108,7 @@ def collect(folder: Path) -> list[Accuracy]:
 
 def key(metrics: dict[str, Any]) -> str:
     """A short name for a run's settings and data, equal for runs that differ only by chance."""
-    config = {**_BEFORE, **metrics["config"]}
+    config = {**BEFORE, **metrics["config"]}
     left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else VALIDATION))
     kept = {name: value for name, value in sorted(config.items()) if name not in left_out}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
@@ -148,7 +146,7 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         seeds=" ".join(str(run.seed) for run in ordered),
         initial=described(first.get("initial"), first.get("data", {}).get("origin", "")),
         positions=first["config"].get("positions", DEFAULTS["positions"]),
-        helps=helps({**_BEFORE, **first["config"]}),
+        helps=helps({**BEFORE, **first["config"]}),
         steps=max(operator.index(metrics["steps"]) for metrics in runs),
         tested_steps=" ".join(tested_steps(runs)),
         parameters=operator.index(first["parameters"]),

@@ -23,14 +23,11 @@ Results = dict[str, Tensor]
 
 
 class Yardstick:
-    """Computed once for each mask."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[str, tuple[Results, float]] = {}
 
     def error_of(self, config: Config) -> float:
-        """Divided by the allowed error."""
         config = without_dropout(config)
         plain = replace(config, attention="standard")
         if config.mask not in self._known:
@@ -42,7 +39,6 @@ class Yardstick:
 
 
 def results(config: Config, device: torch.device, dtype: torch.dtype | None = None) -> Results:
-    """Logits [B, C] and gradients of two ragged examples, in a dtype."""
     model = build_model(config, TASKS[config.task], mask_of(config).to(device))
     batch = ragged_batch(config).to(device)
     if dtype is None:

@@ -27,8 +27,6 @@ OK, WRONG, OUT_OF_MEMORY, FAILED, NOT_RUN = "ok", "WRONG", "out of memory", "FAI
 
 @dataclass
 class Row:
-    """One task, one variant, one batch size. Missing numbers are None."""
-
     task: str
     variant: str
     batch: int  # examples per step
@@ -46,8 +44,6 @@ class Row:
 
 
 class Candidate:
-    """A model with its optimiser and a batch, on the device."""
-
     def __init__(self, config: Config, device: torch.device) -> None:
         self.config = config
         self.device = device
@@ -58,7 +54,7 @@ class Candidate:
         self.optimizer = build_optimizer(config, self.model)
         self.batch = full_batch(config, config.batch).to(device)
         self.steps = Steps(self.model, self.optimizer, objective_of(config, device), device)
-        self.step()  # compiles, and allocates the optimiser's state
+        self.step()
         self.step()
         self.memory_gb: float | None = None
         if device.type == "cuda":
@@ -68,7 +64,6 @@ class Candidate:
             self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
     def capture(self, pool: Any) -> None:
-        """Capture the steps as CUDA graphs, if the settings say so. pool: memory shared by candidates."""
         self.steps = steps_of(self.model, self.optimizer, self.config, self.device, pool=pool)
         self.step()
 
@@ -104,7 +99,6 @@ def measure(
 
 
 def checked(configs: dict[str, Config], device: torch.device, say: Callable[[str], None]) -> dict[str, Row]:
-    """A row for each variant with its error; wrong variants are marked and not timed."""
     yardstick, rows = Yardstick(device), {}
     for variant, config in configs.items():
         row = rows[variant] = new_row(variant, config)
@@ -126,7 +120,6 @@ def at_one_batch(
     steps: int,
     say: Callable[[str], None],
 ) -> list[Row]:
-    """All variants in turns."""
     candidates: dict[str, Candidate] = {}
     pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
     rows = {variant: replace(verdicts[variant], batch=config.batch) for variant, config in configs.items()}
@@ -172,19 +165,17 @@ def new_row(variant: str, config: Config) -> Row:
 
 @contextmanager
 def caught(row: Row, device: torch.device) -> Iterator[None]:
-    """Inside the context, failures are recorded in the row, and their memory is freed."""
     try:
         yield
     except Exception as failure:
         row.status, row.reason = verdict(failure)
     if row.status not in (OK, WRONG):
-        gc.collect()  # frees the frames held by the traceback
+        gc.collect()
     with fresh_memory(device):
         pass
 
 
 def verdict(failure: Exception) -> tuple[str, str]:
-    """Status and reason, in one line."""
     first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     if isinstance(failure, torch.OutOfMemoryError) or isinstance(failure.__context__, torch.OutOfMemoryError):
         # "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which ..."
@@ -194,7 +185,6 @@ def verdict(failure: Exception) -> tuple[str, str]:
 
 @contextmanager
 def fresh_memory(device: torch.device) -> Iterator[None]:
-    """Frees cached blocks first, so that memory of earlier variants does not make this one fail."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     yield

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 
 def draw(results: Results, path: Path) -> Path | None:
-    """Write the picture; returns None if it would be empty."""
     # Imported here, because matplotlib takes a second to import and other commands draw nothing.
     from matplotlib.figure import Figure
 
@@ -31,7 +30,6 @@ def draw(results: Results, path: Path) -> Path | None:
 
 
 def _bars(axes: Axes, groups: list[str], heights: dict[str, list[float | None]]) -> None:
-    """Draw the variants of each group beside each other; those without a height are skipped."""
     width = 0.8 / len(heights)
     for number, (variant, values) in enumerate(heights.items()):
         places = [group + (number - (len(heights) - 1) / 2) * width for group in range(len(groups))]

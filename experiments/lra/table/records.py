@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,7 +18,6 @@ _NOT_VERSIONS = {"run", "device", "driver", "date", "commit", "command", "steps"
 
 
 def run_of(facts: Mapping[str, str]) -> Run:
-    """The run that a table's facts describe."""
     known = {name: facts.get(name, "unknown") for name in FACTS}
     versions = {name: text for name, text in facts.items() if name not in _NOT_VERSIONS}
     helped = [facts[name] for name in ("steps", "note") if name in facts]
@@ -28,7 +28,6 @@ def run_of(facts: Mapping[str, str]) -> Run:
 
 
 def run_of_runs(folder: Path, commit: str) -> Run:
-    """The run that the first finished run below a folder describes. Raises FileNotFoundError if there is none."""
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "device", "versions")
         day = datetime.fromtimestamp(path.stat().st_mtime, tz=timezone.utc).strftime("%Y-%m-%d")
@@ -51,7 +50,6 @@ def of_times(rows: Sequence[Row]) -> list[Measurement]:
 
 
 def of_means(means: Mapping[str, tuple[float, int] | None]) -> list[Measurement]:
-    """The geometric means of the speed-ups, by variant."""
     return [
         Measurement(f"lra/mean-of-{count}-tasks/speed/{variant}", value, None, "times standard attention's")
         for variant, (value, count) in ((name, mean) for name, mean in means.items() if mean is not None)
@@ -62,9 +60,9 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
     """The accuracy of each setting in percent: the mean of all its seeds, and their deviation."""
     found = []
     for each in accuracies:
-        folder = each.folder.removesuffix(f"/seed{each.seeds}")  # of one run; several share the folder above
+        folder = each.folder.removesuffix(f"/seed{each.seeds}")
         run = folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
-        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
+        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{word(each.variant)}"
         settings = {
             "seeds": each.seeds,
             "runs": [100 * accuracy for accuracy in each.values],
@@ -78,6 +76,8 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
             "best_rule": each.best_rule,
             "best_rule_accuracy": 100 * each.best_rule_accuracy,
         }
+        if word(each.variant) != each.variant:
+            settings["mask"] = each.variant
         value = 100 * each.mean
         if each.std is None or not math.isfinite(each.std) or not value:
             found.append(Measurement(name, value, None, "%", settings))
@@ -85,3 +85,12 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
             spread = 100 * each.std / value
             found.append(Measurement(name, value, spread, "%", settings, spread_of="seeds", seeds=each.runs))
     return found
+
+
+def word(variant: str) -> str:
+    """A variant as a part of a name.
+
+    >>> word("local(n, window=8) | butterfly(n)")
+    'local-n-window-8-butterfly-n'
+    """
+    return re.sub(r"\W+", "-", variant).strip("-")

@@ -58,7 +58,6 @@ def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 
 def mean_speedup(times: Sequence[Row], variant: str) -> tuple[float, int] | None:
-    """The geometric mean of a variant's speed-ups, and the number of tasks; None without speed-ups."""
     found = [row.speedup for (_, name), row in compared(times).items() if name == variant and row.speedup is not None]
     return (statistics.geometric_mean(found), len(found)) if found else None
 
@@ -95,12 +94,11 @@ def _speed(row: Row | None) -> str:
 def _accuracy(accuracies: Sequence[Accuracy], task: str, variant: str) -> str:
     found = matching(accuracies, task, variant)
     if len(found) > 1:
-        return f"{len(found)} settings below"  # no rule selects one
+        return f"{len(found)} settings below"
     return percent(found[0]) if found else ""
 
 
 def percent(accuracy: Accuracy) -> str:
-    """Mean, spread and number of runs."""
     spread = "" if accuracy.std is None else f" ± {100 * accuracy.std:.1f}"
     return f"{100 * accuracy.mean:.1f}{spread} % (n={accuracy.runs})"
 
@@ -134,7 +132,6 @@ def _number(value: float | None, form: str) -> str:
 
 
 def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
-    """All settings with finished runs."""
     table = [[
         "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "helps",
         "learned before", "steps", "tested", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
@@ -166,7 +163,6 @@ def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose first line is its header."""
     head, *lines = ("| " + " | ".join(cells) + " |" for cells in table)
     return "\n".join([head, "|" + "---|" * len(table[0]), *lines])
 
@@ -196,7 +192,6 @@ def write(results: Results, out: Path) -> None:
 
 
 def _record(results: Results, path: Path, measurements: list[Measurement]) -> None:
-    """One file of the store, or none without measurements."""
     if measurements:
         write_record(path, records.run_of(results.facts), measurements)
     else:
@@ -204,7 +199,6 @@ def _record(results: Results, path: Path, measurements: list[Measurement]) -> No
 
 
 def read_times(out: Path) -> Results:
-    """The results of an earlier command; raises FileNotFoundError if they are missing."""
     path = out / "table.json"
     if not path.is_file():
         raise FileNotFoundError(f"there are no times to keep in {out}: table.json is missing")

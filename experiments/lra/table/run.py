@@ -20,8 +20,6 @@ PRESETS = ("lra", "nystromformer", "modern")  # those with all five tasks
 
 @dataclass(frozen=True)
 class Options:
-    """The variants to measure, and the duration."""
-
     device: torch.device
     tasks: tuple[str, ...] = FIVE
     variants: tuple[str, ...] = tuple(VARIANTS)

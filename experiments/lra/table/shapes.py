@@ -41,12 +41,10 @@ def settings(
 
 
 def full_batch(config: Config, examples: int) -> Batch:
-    """Examples of the task's full length, the maximum work for every implementation."""
     return _batch(config, [config.shape.max_tokens] * examples * TASKS[config.task].towers)
 
 
 def ragged_batch(config: Config) -> Batch:
-    """Two examples, one much shorter than the other, to check that padding has no effect."""
     longest, towers = config.shape.max_tokens, TASKS[config.task].towers
     return _batch(config, [longest] * towers + [max(1, longest * 3 // 8)] * towers)
 
@@ -56,9 +54,7 @@ def without_dropout(config: Config) -> Config:
 
 
 def _batch(config: Config, lengths: list[int]) -> Batch:
-    """Random symbols, the same for every variant."""
     task, random = TASKS[config.task], np.random.default_rng(0)
-    # Neither padding, nor [CLS], nor black pixels.
     symbols = random.integers(1, min(task.vocabulary - 1, 256), sum(lengths), dtype=np.uint8)
     edges = np.concatenate([[0], np.cumsum(lengths)])
     labels = random.integers(0, task.classes, len(lengths) // task.towers, dtype=np.uint8)

@@ -14,8 +14,7 @@ TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in _MODULES} 
 def load(name: str, folder: Path, options: Options = Options()) -> Data:  # noqa: B008 - it is frozen
     """Open a task's splits from a folder with the released or, for some tasks, generated files.
 
-    The first call reads the files into `tokens/` beside them, for later runs to memory-map. Raises ValueError for an
-    unknown task or a damaged file, and FileNotFoundError, with the expected files, if files are missing.
+    The first call reads the files into `tokens/` beside them, for later runs to memory-map.
     """
     if name not in TASKS:
         raise ValueError(f"the task must be one of {', '.join(TASKS)}; got {name!r}")

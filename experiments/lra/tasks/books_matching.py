@@ -25,8 +25,6 @@ EDGE = 0.05  # of a book at either end has no passages: title pages, tables of c
 
 @dataclass(frozen=True)
 class Span:
-    """A book as a part of the symbols of all books."""
-
     author: str
     begin: int
     end: int
@@ -51,7 +49,6 @@ def load(folder: Path) -> Data:
 
 
 def placed(found: Sequence[books.Book]) -> tuple[dict[str, list[Span]], np.ndarray]:
-    """The places of the books of each split, and the bytes of all texts."""
     spans: dict[str, list[Span]] = {split: [] for split in PAIRS}
     texts, begin = [], 0
     for book in found:
@@ -87,7 +84,6 @@ def drawn(spans: list[Span], symbols: np.ndarray, pairs: int, *, seed: int) -> t
 
 
 def places(first: Span, second: Span, random: np.random.Generator) -> tuple[int, int]:
-    """Where the two passages begin; passages of one book do not overlap."""
     while True:
         one, other = (place_in(span, random) for span in (first, second))
         if first is not second or abs(one - other) >= TASK.longest:

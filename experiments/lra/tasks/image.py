@@ -24,7 +24,6 @@ FORMS = {
     "cifar-10-batches-bin": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"),
     "cifar-10-batches-py": ([f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
 }
-# The classes in the order of their numbers, as folders of an archive of JPEG files.
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ADVICE = (
     "unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz (www.cs.toronto.edu/~kriz/cifar.html) and pass the "
@@ -54,14 +53,12 @@ def load(folder: Path) -> Data:
 
 
 def of_splits(place: Path, origin: str, both: Examples, test: Examples) -> Data:
-    """both: the images for training and, in the last tenth, for validation."""
     rows = np.arange(len(both))
     last = len(both) * 9 // 10
     return Data(TASK, place, origin, False, both.take(rows[:last]), both.take(rows[last:]), test)
 
 
 def from_jpegs(path: Path) -> list[Examples]:
-    """Training and test images of an archive of JPEG files, sorted by class, in a drawn order."""
     from PIL import Image
 
     rows: dict[str, list[Row]] = {"train": [], "test": []}
@@ -86,7 +83,6 @@ def open_files(paths: list[Path], name: str) -> Examples:
 
 
 def read(paths: list[Path]) -> Iterator[Row]:
-    """A row for each image of some files, in either form."""
     for path in paths:
         labels, colours = read_binary(path) if path.suffix == ".bin" else read_python(path)
         for label, image in zip(labels.tolist(), grey(colours), strict=True):
@@ -103,7 +99,6 @@ def read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def read_python(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The same from a pickled dictionary of `labels` and `data`, read without unpickling."""
     try:
         batch = plain_pickle.read(path.read_bytes())
         labels, data = batch[b"labels"], batch[b"data"]

@@ -23,7 +23,6 @@ _AT_ONCE = 1000  # expressions whose values are computed together
 
 ROOTS = ("MIN", "MAX", "MED", "SM", "digit")  # a single digit has no operator
 
-# The released archive has nested folders.
 FOLDERS = (".", "listops-1000", "lra_release/listops-1000")
 
 ADVICE = (
@@ -57,18 +56,16 @@ def load(folder: Path) -> Data:
 
 
 def value_rows(examples: Examples) -> Iterator[Row]:
-    """The values of all operators of each example, as long as its tokens."""
     for first in range(0, len(examples), _AT_ONCE):
         some = examples.take(np.arange(first, min(first + _AT_ONCE, len(examples))))
         symbols = [some.sequence(row) for row in range(len(some))]
         ends = np.cumsum([len(each) for each in symbols])
-        values = np.split(operator_values(np.concatenate(symbols) - 1), ends[:-1])  # id 1 is the digit 0
+        values = np.split(operator_values(np.concatenate(symbols) - 1), ends[:-1])
         for label, each in zip(some.labels.tolist(), values, strict=True):
             yield label, (each.tobytes(),)
 
 
 def by_root(train: Examples, test: Examples) -> Kinds:
-    """And the accuracy of the operator's most frequent training value."""
     trained, groups = root_groups(train), root_groups(test)
     right = []
     for group in range(len(ROOTS)):
@@ -79,18 +76,15 @@ def by_root(train: Examples, test: Examples) -> Kinds:
 
 
 def root_groups(examples: Examples) -> NDArray[np.int64]:
-    """int64 [n]."""
     groups = examples.first_symbols.astype(np.int64) - BRACKETS.opening[0]
     return np.where(groups < 0, len(ROOTS) - 1, groups)
 
 
 def origin_of(place: Path) -> str:
-    """Overlapping bounds on lengths share some examples."""
     return f"ListOps, generated, seed {read_json(place / LABEL, 'the seed of generated data', 'seed')['seed']}"
 
 
 def find(folder: Path) -> tuple[Path, str]:
-    """The folder, and the prefix of the names: "basic" or "generated"."""
     need(folder, ADVICE)
     for place in (folder / name for name in FOLDERS):
         for prefix in ("basic", "generated"):
@@ -106,7 +100,6 @@ def open_file(path: Path) -> Examples:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """Raises ValueError with file and line."""
     with open(path, "rb") as file:
         header = file.readline().rstrip(b"\r\n")
         if header != b"Source\tTarget":

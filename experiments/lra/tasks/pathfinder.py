@@ -44,8 +44,7 @@ _IMAGES_FOR_SHORTCUTS = 10_000
 def load(task: Task, folder: Path, options: Options) -> Data:
     """Four fifths for training, a tenth each for validation and testing.
 
-    "shuffled": `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; "ordered": file order. Empty images are
-    dropped.
+    "shuffled": `torch.utils.data.random_split` with seed 42, as in S4 and MEGA; "ordered": file order.
     """
     if options.difficulty not in FOLDS:
         raise ValueError(f"difficulty must be one of {', '.join(FOLDS)}; got {options.difficulty!r}")
@@ -91,7 +90,6 @@ def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
 
 
 def generated_origin(parameters: Parameters, seed: int) -> str:
-    """A file is the beginning of a sequence."""
     return f"{parameters.name}, generated, seed {seed}"
 
 
@@ -101,7 +99,6 @@ def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
     """Rendered into the cache once; baselines are rules that do not trace, and a stored small 2-D CNN."""
-    # Numba takes a second to import.
     from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.owners import marker_counts
@@ -156,7 +153,6 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
-    """From `arrays`, which renders several at a time, uint8 `[n, side, side]`."""
     for first in range(0, len(vectors), _RENDERED_AT_ONCE):
         images = arrays(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):

@@ -54,20 +54,16 @@ class Data:
 
 @dataclass(frozen=True)
 class Options:
-    """Each task uses the applicable ones."""
-
     difficulty: str = "hard"  # Pathfinder: easy, intermediate, hard
     split: str = "shuffled"  # Pathfinder: shuffled (S4, MEGA and most others) or ordered
 
 
 def need(folder: Path, advice: str) -> None:
-    """Raises FileNotFoundError with the advice."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the data folder {folder} does not exist; {advice}")
 
 
 def has_all(place: Path, names: Sequence[str], advice: str) -> bool:
-    """Raises FileNotFoundError if a folder holds only some."""
     missing = [name for name in names if not (place / name).is_file()]
     if 0 < len(missing) < len(names):
         raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {advice}")

@@ -39,7 +39,6 @@ def load(folder: Path) -> Data:
 
 
 def from_archive(path: Path) -> list[Examples]:
-    """Training and test split of an archive with the files `aclImdb/{train,test}/{neg,pos}/*.txt`."""
     rows: dict[str, list[tuple[int, int, bytes]]] = {"train": [], "test": []}
     for name, text in members(path, "an archive of the Large Movie Review Dataset"):
         split, label, file = ("", "", *name)[-3:]
@@ -63,7 +62,6 @@ def read(folders: list[Path]) -> Iterator[Row]:
 
 
 def number_of(path: Path) -> int:
-    """A review's number: files are named `<number>_<stars>.txt`."""
     number = path.stem.partition("_")[0]
     if not number.isdigit():
         raise ValueError(f"a review must be called <number>_<stars>.txt; got {path}")

@@ -8,8 +8,6 @@ from experiments.training.settings import PRECISIONS, check_one_of
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a network except its images. Training ends after steps or minutes, whichever comes first."""
-
     width: int = 16
     blocks: int = 1
     batch: int = 64

@@ -41,8 +41,6 @@ def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vector
 
 
 def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Generator[Batch, None, None]:
-    """Batches of the same images in a new order each time, each under one of the eight symmetries of a square; an
-    incomplete last batch is dropped."""
     if len(vectors) < size:
         raise ValueError(f"a batch must not exceed the file's {len(vectors)} images; got {size}")
     renderer = DeviceRenderer(vectors, device)
@@ -56,7 +54,6 @@ def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Ge
 
 
 def turned(images: Tensor, way: int) -> Tensor:
-    """Images [B, S, S] under one of eight symmetries; 0 is the identity."""
     flipped = [axis for axis in (1, 2) if way & axis]
     images = images.flip(flipped) if flipped else images
     return images.transpose(1, 2) if way & 4 else images

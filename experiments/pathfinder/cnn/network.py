@@ -63,7 +63,6 @@ class Block(nn.Module):
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, before, H, W] to [B, after, H / stride, W / stride], rounded up"""
         # Subsampled before the 1 x 1 convolution: with fewer than eight input channels, PyTorch 2.13's backward of the
         # equivalent stride writes past its memory on the CPU.
         return F.relu(self.convolutions(x) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))

@@ -53,5 +53,4 @@ def made_with(figure: Figure) -> str:
 
 
 def percent(part: Any) -> str:
-    """A share in percent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f}"

@@ -29,7 +29,6 @@ def write(figure: Figure, folder: Path) -> Path:
 
 
 def stored(name: str, folder: Path | None = None) -> Figure | None:
-    """By default from the repository; None if missing."""
     path = path_of(name, STORED if folder is None else folder)
     if not path.is_file():
         return None
@@ -37,13 +36,11 @@ def stored(name: str, folder: Path | None = None) -> Figure | None:
 
 
 def as_rule(figure: Figure) -> Figure:
-    """In the form of the rules of `experiments.pathfinder.bins.by_distance`."""
     kept = {name: figure[name] for name in ("rule", "accuracy", "error", "images")}
     return kept | {"by_distance": figure["by_distance"]["accuracy"]}
 
 
 def all_in(folder: Path) -> list[Figure]:
-    """By size, then contour length."""
     figures = [
         read_json(path, "the result of a network", "size", "contour", "images_of")
         for path in folder.glob(path_of("*", folder).name)

@@ -34,7 +34,6 @@ class Source:
 
     @classmethod
     def of_file(cls, path: Path) -> Source:
-        """Raises ValueError for a file of test images."""
         vectors = load(path)
         if vectors.seed == TEST_SEED:
             raise ValueError(f"{path} must hold other images than a test set's; its seed, {TEST_SEED}, is theirs")
@@ -64,7 +63,6 @@ def train(
 
 
 def tested(training: Training, source: Source, file: Path) -> Figure:
-    """The accuracy on other images. Times in seconds, losses in nats."""
     vectors = load(file)
     right, loss = answers(training.model, vectors, training.config, training.device)
     config, parameters = training.config, source.parameters

@@ -48,8 +48,6 @@ class Training:
         return max(by_step, by_time)
 
     def train(self, batches: Iterator[Batch], report: Callable[[Record], None] = lambda record: None) -> None:
-        """report: called every LOG_EVERY steps and at the end with means. Raises FloatingPointError if the loss is not
-        a number."""
         config = self.config
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.model.train()
@@ -69,7 +67,6 @@ class Training:
                 outcomes, logged = [], self.seconds
 
     def _log(self, outcomes: list[Tensor], begun: float, logged: float, report: Callable[[Record], None]) -> None:
-        """Waits for the device; `logged`: seconds after the beginning."""
         loss, right = torch.stack(outcomes).mean(0).tolist()
         self.seconds = time.perf_counter() - begun
         if not math.isfinite(loss):
@@ -82,7 +79,6 @@ class Training:
 def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, images: Tensor, labels: Tensor, precision: str
 ) -> Tensor:
-    """The batch's mean loss and accuracy, [2], on the device."""
     logits = logits_of(model, images, precision)
     loss = F.cross_entropy(logits, labels)
     optimizer.zero_grad(set_to_none=True)
@@ -101,7 +97,6 @@ def logits_of(model: nn.Module, images: Tensor, precision: str) -> Tensor:
 def answers(
     model: nn.Module, vectors: Vectors, config: Config, device: torch.device
 ) -> tuple[NDArray[np.bool_], float]:
-    """Right answers, bool [n], and the mean cross-entropy in nats."""
     model.eval()
     right, losses = [], []
     for images, labels in in_order(vectors, max(config.batch, 128), device):

@@ -57,7 +57,6 @@ class Recipe:
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
-    """earlier: runs that trained the initial weights."""
     stage: Stage = config.curriculum[number]
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
@@ -86,18 +85,12 @@ def blocks_of_whole(recipe: Recipe) -> int:
 
 
 class Drawn(Protocol):
-    """One drawing of any strokes."""
-
     @property
     def label(self) -> int: ...
     def image(self) -> NDArray[np.uint8]: ...
-    def rendered(self, random: np.random.Generator) -> NDArray[np.uint8]:
-        """The image in a random rendering."""
-        ...
+    def rendered(self, random: np.random.Generator) -> NDArray[np.uint8]: ...
 
-    def counts(self) -> NDArray[np.uint8]:
-        """The number of markers on the curve of each pixel."""
-        ...
+    def counts(self) -> NDArray[np.uint8]: ...
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,6 @@ def make(recipe: Recipe, step: int) -> Packed:
 
 
 def drawing_index(recipe: Recipe, index: int) -> int:
-    """Its own, or one of a fixed number, drawn with replacement."""
     if recipe.images is None:
         return index
     chosen = int(np.random.default_rng([recipe.seed, index, DRAWING_STREAM]).integers(recipe.images))
@@ -185,7 +177,6 @@ def drawing_index(recipe: Recipe, index: int) -> int:
 
 
 def drawing_of(recipe: Recipe, contour: int, index: int) -> Drawn:
-    """A drawing of a recipe, with strokes that seed and index determine."""
     style = recipe.strokes[0]
     if len(recipe.strokes) > 1:
         random = np.random.default_rng([recipe.seed, index, STROKES_STREAM])
@@ -196,7 +187,6 @@ def drawing_of(recipe: Recipe, contour: int, index: int) -> Drawn:
 
 
 def training_image(recipe: Recipe, drawing: Drawn, index: int) -> NDArray[np.uint8]:
-    """The training image with this index, without its background, in a rendering determined by index and seed."""
     if not recipe.renderings:
         return without_background(drawing.image(), recipe)
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
@@ -204,7 +194,6 @@ def training_image(recipe: Recipe, drawing: Drawn, index: int) -> NDArray[np.uin
 
 
 def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np.uint8], int]:
-    """A released training image and its label, drawn with replacement by seed and index."""
     samples = samples_of(folder_of_fold(Path(recipe.release or ""), recipe.size, contour), "training")
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
     sample = samples[random.integers(len(samples))]
@@ -224,7 +213,6 @@ def faint_or_not(recipe: Recipe, image: NDArray[np.uint8], random: np.random.Gen
 
 
 def without_background(image: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
-    """Unchanged if all pixels are tokens."""
     if recipe.background == "keep" or recipe.floor == 1:
         return image
     return np.where(image < recipe.floor, np.uint8(0), image)
@@ -266,13 +254,11 @@ def pack_strokes(recipe: Recipe, style: str, first: int, last: int) -> Packed:
 
 
 def pack_released(recipe: Recipe, place: Path, split: str, first: int, last: int) -> Packed:
-    """Fewer if the split has fewer."""
     chosen = samples_of(place, split)[first:last]
     return pack_images(recipe, [image_of(sample, recipe.size) for sample in chosen], [each.label for each in chosen])
 
 
 def images_at_once(recipe: Recipe) -> int:
-    """About the recipe's tokens, for passes over a whole set."""
     most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
     return max(1, recipe.tokens // most)
 

@@ -25,8 +25,6 @@ class Order:
 
 @dataclass(frozen=True)
 class Batch:
-    """I images; see packing.Packed."""
-
     ids: Tensor  # int16 [B, N]; below 0: padding
     y: Tensor  # int16 [1, N]
     x: Tensor  # int16 [1, N]
@@ -43,7 +41,6 @@ class Batch:
 
     @property
     def live(self) -> Tensor:
-        """bool [B, N]"""
         return self.ids >= 0
 
 
@@ -82,9 +79,8 @@ def batch_of(
     tokens: int,
     images: int,
 ) -> Batch:
-    """All computations on the device, from the tensors of `arrays_of`.
-
-    They may be larger than the batch: images without blocks have the label `NO_LABEL`, and some tiles belong to no row.
+    """The tensors may be larger than the batch: images without blocks have the label `NO_LABEL`, and some tiles belong
+    to no row.
     """
     ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
     orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}
@@ -114,7 +110,6 @@ _GRID_MASKS: dict[tuple[Relation, int, int, int, torch.device], BlockMask] = {}
 
 
 def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, device: torch.device) -> BlockMask:
-    """Made once together with its plan."""
     key = (relation, side, block, registers, device)
     if key not in _GRID_MASKS:
         _GRID_MASKS[key] = grid_mask(relation, side, block, registers).to(device)

@@ -76,7 +76,6 @@ class Packed:
 
 
 def blocks_needed(image: NDArray[np.uint8], registers: int, block: int) -> int:
-    """image: uint8 [size, size]"""
     return -(-max(1, registers + int(np.count_nonzero(image))) // block)
 
 
@@ -103,7 +102,7 @@ def pack(
     of_image = np.full((len(images), max(needs)), total, np.int32)
     found: dict[Relation, list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]] = {}
     begin = 0
-    place = np.empty(side * side, np.int64)  # of each pixel among the tokens
+    place = np.empty(side * side, np.int64)
     for number, (image, need) in enumerate(zip(images, needs)):
         of_image[number, :need] = begin + np.arange(need)
         first = begin * block

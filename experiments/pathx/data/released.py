@@ -29,11 +29,7 @@ def title(place: Path, size: int, split: str) -> str:
 
 @lru_cache(maxsize=8)
 def samples_of(place: Path, split: str) -> tuple[Sample, ...]:
-    """Without empty images.
-
-    Shuffled with seed 42, a tenth each for validation and testing, as in S4 and MEGA. Raises ValueError for another
-    split, and for a part of a fold with fewer than ten images.
-    """
+    """Shuffled with seed 42, a tenth each for validation and testing, as in S4 and MEGA."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
     samples = [sample for sample in samples_in(place) if not is_empty(sample)]

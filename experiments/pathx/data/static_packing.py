@@ -1,8 +1,7 @@
 """Tensors at fixed addresses, for CUDA graphs; packings are copied into them.
 
 They are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss, and
-tiles after the last row belong to no row. Images and blocks have room for the largest batch, so that sums have one
-order; tiles for 1.5 times the first packing's.
+tiles after the last row belong to no row.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ _SPARE = 1.5
 
 
 class StaticPacking:
-    """At most `images` images with at most `blocks` blocks each."""
-
     def __init__(
         self,
         packed: Packed,
@@ -49,7 +46,6 @@ class StaticPacking:
         return all(len(array) <= len(self.tensors[name]) for name, array in arrays_of(packed).items() if _varies(name))
 
     def fill(self, packed: Packed) -> None:
-        """Without waiting on the host. Raises ValueError if it has too many images, or an image of too many blocks."""
         for name, array in self._arrays(packed).items():
             copy_into(self.tensors[name][: len(array)], torch.from_numpy(np.ascontiguousarray(array)))
 
@@ -58,7 +54,6 @@ class StaticPacking:
         return batch_of(self.tensors, self.layers, block, self.registers, side=side, tokens=tokens, images=images)
 
     def _arrays(self, packed: Packed) -> dict[str, NDArray[np.generic]]:
-        """Filled with images without blocks and labels."""
         images, blocks = packed.blocks.shape
         if images > self.images or blocks > self.blocks:
             raise ValueError(

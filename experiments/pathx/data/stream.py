@@ -15,17 +15,13 @@ from experiments.training.prefetch import Prefetcher
 
 
 class Stream(Prefetcher):
-    """With 0 workers this process makes each batch on demand."""
-
     def __enter__(self) -> Stream:
         return self
 
     def batches(self, recipe: Recipe, first_step: int) -> Generator[Packed, None, None]:
-        """From `first_step` on. Closing the generator drops pending batches."""
         return self.in_order(make, ((recipe, step) for step in count(first_step)))
 
     def validation(self, recipe: Recipe, images: int) -> Callable[[], list[Packed]]:
-        """The returned function waits for them."""
         recipe = replace(recipe, seed=VALIDATION_SEED, pixel_labels=False, hidden=0.0)
         if recipe.release is not None:
             place = folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0])

@@ -14,11 +14,6 @@ from sparseflash.blockmask import bitmask
 
 @lru_cache(maxsize=32)
 def grid_mask(relation: Relation, side: int, block: int, registers: int = 0) -> BlockMask:
-    """In the relation's order, on the CPU.
-
-    registers: tokens before the pixels, in their own block. Raises ValueError if the pixels are no whole number of
-    blocks.
-    """
     if side * side % block:
         raise ValueError(f"an image must have a multiple of {block} pixels; got {side} x {side}")
     mask = _of_pixels(relation, side, block)
@@ -41,7 +36,6 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
         return masks.axial(shape, order=order, block=block)
     if relation.kind == "butterfly":
         return masks.butterfly_2d(side, side, cell=radius, block=block).permute(order)
-    # From the same candidates as for packed images.
     pixels = pixels_in(relation.order, side)
     y, x = (part.reshape(-1, block) for part in (pixels // side, pixels % side))
     nothing = np.zeros(y.shape, np.bool_)

@@ -17,8 +17,6 @@ NOWHERE = 1 << 14  # beyond the reach of every mask
 
 
 class TokenBlocks(NamedTuple):
-    """In blocks: coordinates int64 [n, block], and masks of pixels and registers."""
-
     y: NDArray[np.int64]
     x: NDArray[np.int64]
     is_pixel: NDArray[np.bool_]  # [n, block]
@@ -55,7 +53,7 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
     for along in (blocks.y, blocks.x):
         low = np.where(blocks.is_pixel, along, NOWHERE).min(1)
         high = np.where(blocks.is_pixel, along, -NOWHERE).max(1)
-        least = np.maximum(low[:, None] - high, low - high[:, None])  # <= 0 if boxes meet
+        least = np.maximum(low[:, None] - high, low - high[:, None])
         most = np.maximum(high[:, None] - low, high - low[:, None])
         near.append(least <= radius)
         inside.append(most <= radius)
@@ -71,7 +69,6 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
 
 
 def _cells(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """From the cells touched by each block."""
     may, full = True, True
     for along in (blocks.y, blocks.x):
         cell = along // relation.numbers[0]

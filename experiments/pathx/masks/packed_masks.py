@@ -26,10 +26,7 @@ def packed_mask(
     is_register: Tensor | None,
     block: int,
 ) -> BlockMask:
-    """From a `packing.TileList` on the device.
-
-    places: y and x, int16 [N], and is_pixel, is_register bool [N], in the relation's order. Padding is dead.
-    """
+    """places: y and x, int16 [N], and is_pixel, is_register bool [N], in the relation's order. Padding is dead."""
     length = len(is_pixel)
     y, x, pixel = (each.view(-1, block) for each in (*places, is_pixel))
     register = None if is_register is None else is_register.view(-1, block)

@@ -43,8 +43,6 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 @dataclass(frozen=True)
 class Relation:
-    """With its numbers in pixels."""
-
     kind: str
     numbers: tuple[int, ...] = ()
     along: str | None = None  # not the default order
@@ -52,19 +50,16 @@ class Relation:
 
     @property
     def name(self) -> str:
-        """As `parse` reads it."""
         name = self.function or ":".join([self.kind, *map(str, self.numbers)])
         return name if self.along is None else f"{name}@{self.along}"
 
     @property
     def order(self) -> str:
-        """By default one with few live tiles."""
         if self.along is not None:
             return self.along
         return self.kind if self.kind in ("rows", "columns") else BASE
 
     def live(self, y: Numbers, x: Numbers, other_y: Numbers, other_x: Numbers) -> Numbers:
-        """Broadcasts. For `tiles`: in a live tile."""
         numbers = self.numbers
         if self.kind == OWN:
             return own(self.function)(*(each.long() for each in (y, x, other_y, other_x)))
@@ -82,7 +77,6 @@ class Relation:
         return self.related(y // cell, other_y // cell) & self.related(x // cell, other_x // cell)
 
     def related(self, a: Numbers, b: Numbers) -> Numbers:
-        """Along one axis, for the butterfly or its factor."""
         differing = a ^ b
         if self.kind == "butterfly":
             return (differing & (differing - 1)) == 0
@@ -113,7 +107,6 @@ def parse(text: str) -> Relation:
 
 @cache
 def own(text: str) -> Callable[..., Any]:
-    """By file or module and name. Raises ValueError if it is missing."""
     from sparseflash.cli.expression import needed
     from sparseflash.cli.pattern_text import function_of
 

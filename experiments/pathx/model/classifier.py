@@ -69,7 +69,6 @@ class PathModel(nn.Module):
         self.training_halves = Halves()
 
     def compile_layers(self) -> None:
-        """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -79,10 +78,7 @@ class PathModel(nn.Module):
         return logits, None if self.tracer is None else self.tracer(x)
 
     def encoded(self, batch: Batch, listener: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
-        """[B, N, W], in stored order.
-
-        listener: called with each layer's number, q and k, [B, H, N, D], in the layer's order.
-        """
+        """listener: called with each layer's number, q and k, [B, H, N, D], in the layer's order."""
         x = self.dropout(self.embedding(batch.ids.clamp(min=0).int()))  # [B, N, W]
         if self.line:
             rotation = line_rotation(batch.y.int() * batch.side + batch.x, self.rates)
@@ -124,4 +120,4 @@ def pool(x: Tensor, batch: Batch) -> Tensor:
     counts = grouped(live.sum(1).to(x.dtype), 0.0).sum(1)  # [I, 1]
     means = grouped((x * live).sum(1), 0.0).sum(1) / counts.clamp(min=1)
     tops = grouped(x.masked_fill(~live, -math.inf).amax(1), -math.inf).amax(1)
-    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # some entries are no image
+    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)

@@ -12,7 +12,6 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        """x: [B, N, W]"""
         return x.index_select(1, order)
 
     @staticmethod
@@ -45,12 +44,10 @@ class GatherGroups(torch.autograd.Function):
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """int64 [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def places_in_groups(groups: Tensor, count: int) -> Tensor:
-    """The flat index in groups [I, K] of each of `count` rows, I K for none. int64 [count]"""
     places = torch.full((count + 1,), groups.numel(), device=groups.device)
     # Entries without a row write to entry `count`, which is cut off.
     return places.scatter_(0, groups.flatten(), torch.arange(groups.numel(), device=groups.device))[:count]

@@ -27,7 +27,6 @@ class SmoothEmbedding(nn.Module):
         self.registers = nn.Parameter(torch.randn(registers, width) * width**-0.5)
 
     def table(self) -> Tensor:
-        """[LEVELS + registers, W]."""
         # Autocast would round a matrix product to bfloat16.
         levels = (self.hats[:, :, None] * self.rows).sum(1)
         return torch.cat([levels, self.registers])
@@ -37,16 +36,12 @@ class SmoothEmbedding(nn.Module):
 
 
 def hats() -> Tensor:
-    """[LEVELS, rows]: 1 at the row's own level, falling to 0 at the next."""
     levels, rows = torch.arange(LEVELS), torch.arange(0, LEVELS, STEP)
     return (1 - (levels[:, None] - rows).abs() / STEP).clamp(min=0)
 
 
 def fitted(table: Tensor) -> dict[str, Tensor]:
-    """Closest to a table [LEVELS + registers, W].
-
-    Least squares above level 0. Black has its own row: where it is dropped it is untrained.
-    """
+    """Least squares above level 0. Black has its own row: where it is dropped it is untrained."""
     shares = hats().double()
     known = table[:LEVELS].double().cpu()
     black, rest = shares[1:, :1] @ known[:1], shares[1:, 1:]

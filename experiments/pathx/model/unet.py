@@ -63,7 +63,6 @@ class UNet(nn.Module):
         return self.head(pooled), None
 
     def features(self, images: Tensor) -> Tensor:
-        """[I, 1, S, S] to [I, C, S, S]; S is a multiple of 32."""
         x: Tensor = self.whole(self.stem(images))
         skipped = []
         for block in self.halvings:

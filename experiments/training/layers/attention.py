@@ -27,7 +27,6 @@ class ElementMask:
 
     @classmethod
     def within(cls, pattern: Tensor | None, lengths: Tensor | None, length: int) -> ElementMask:
-        """A pattern, bool [1 or B, 1 or H, N, N], restricted to keys below lengths [B]."""
         keys = None
         if lengths is not None:
             keys = (torch.arange(length, device=lengths.device) < lengths[:, None])[:, None, None]  # [B, 1, 1, N]

@@ -29,7 +29,6 @@ class RotaryPositions(nn.Module):
         self.side, self.first = side, first
 
     def forward(self, places: Tensor) -> Rotation:
-        """Positions `[B, N]`."""
         if self.side is not None:
             pixel = (places - self.first).clamp(min=0)  # [CLS] has the first pixel's position
             return plane_rotation(pixel // self.side, pixel % self.side, self.rates)

@@ -48,8 +48,7 @@ def is_readable(x: Tensor) -> bool:
 def readable(x: Tensor) -> Tensor:
     """`x` if the portable kernels can read it; otherwise a copy with rows padded to aligned starts.
 
-    A kernel that reads unaligned rows keeps an address per element, which spills registers. A copy costs one read and
-    one write.
+    A kernel that reads unaligned rows keeps an address per element, which spills registers.
     """
     return x if is_readable(x) else with_aligned_rows(x).copy_(x)
 

@@ -1,4 +1,4 @@
-"""Everything that depends on a compute capability. No other module compares one."""
+"""Everything that depends on a compute capability."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Architecture:
 
     @cached_property
     def tables(self) -> Tables:
-        """The tile sizes of the portable kernels."""
         # Imported late: they depend on the version of Triton, and this module must be importable without Triton.
         from sparseflash.backends.triton import configs
 

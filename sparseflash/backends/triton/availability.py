@@ -17,5 +17,4 @@ def _nothing() -> None:
     pass
 
 
-# Whether TRITON_INTERPRET=1 was set when the kernels were imported.
 INTERPRETED = isinstance(_nothing, InterpretedFunction)

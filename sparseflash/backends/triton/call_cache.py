@@ -2,8 +2,7 @@
 
 A call on a short sequence spends most of its time on the host, in checks and in finding plan and kernels, which depend
 only on the layout of the tensors, the mask and a few numbers. So a prepared call is cached on its mask with these as
-the key, with score modifications also their types, numbers, and their tensors' layout, dtype and device. The next call
-only allocates and launches.
+the key, with score modifications also their types, numbers, and their tensors' layout, dtype and device.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _dense_calls = BoundedDict(_MOST)
 _dynamic_calls = BoundedDict(_MOST)  # of all dynamic masks: see `DynamicForward`
 
-# The cached calls of a mask, and the key of one of them. A plain tuple is the fastest.
+# A plain tuple is the fastest.
 Place = tuple[BoundedDict, Any]
 
 
@@ -93,7 +92,6 @@ class Run:
     def __init__(
         self, call: PreparedCall, mask: BlockMask | None, changes: Scores | None = None, tensors: Sequence[Tensor] = ()
     ) -> None:
-        """tensors: of the score modifications."""
         self._call, self._mask, self._changes = call, mask, changes
         self._wanted = [x.requires_grad for x in tensors] if tensors else []
 
@@ -207,8 +205,7 @@ def _first_of_dynamic(
 
 
 def _key_with(key: Any, changes: Scores, tensors: Sequence[Tensor]) -> Any:
-    """The key of a call with score modifications. Calls that request certain kernels also check whether these compute
-    the gradients."""
+    """Calls that request certain kernels also check whether these compute the gradients."""
     kernels = key[-1]  # the last entry of the key that `place_of` makes
     insisted = [x.requires_grad for x in tensors] if kernels and torch.is_grad_enabled() else ()
     return key, *changes.key(), *insisted

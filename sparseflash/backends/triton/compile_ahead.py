@@ -1,7 +1,4 @@
-"""Compiles kernels in parallel before they are needed, which takes half the time of compiling them one by one.
-
-Most of a compilation runs without the GIL, in LLVM and the assembler.
-"""
+"""Compiles kernels in parallel before they are needed, which takes half the time of compiling them one by one."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ class Rehearsed:
         self._launch, self._pool = launch, pool
 
     def start(self, programs: int, *given: Any) -> None:
-        """Starts compiling. Tensors may be on the meta device."""
         variant = self._launch.variant
         if variant.is_new():
             variant.compiling = self._pool.submit(variant.compile, self._launch.arguments(given))

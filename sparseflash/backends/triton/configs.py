@@ -1,7 +1,7 @@
 """Tile sizes by (architecture, head dim, dtype).
 
-Found by measurement. Nothing is tuned at run time: the first call compiles one configuration of each kernel, and
-results do not depend on timings. `portable/fitting.py` cuts tiles down to the blocks of a mask.
+Nothing is tuned at run time: the first call compiles one configuration of each kernel, and results do not depend on
+timings. `portable/fitting.py` cuts tiles down to the blocks of a mask.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _HOPPER_64: _Table = {
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
-# Used instead with a bias for each pair (query, key). Tuned with the bias's gradient, for 8,192 tokens, causal.
+# Used instead with a bias for each pair (query, key).
 _HOPPER_BIASED: _Table = {
     ("forward", "half", 64): Config(64, 64, 4, 3, 168),
     ("forward", "half", 128): Config(128, 64, 8, 3),
@@ -149,7 +149,7 @@ _HOPPER_BIASED: _Table = {
 # Used instead with a tile bias, which the kernels do not load through shared memory.
 _HOPPER_TILE_BIASED: _Table = {**_HOPPER_64, ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128]}
 
-# Used instead with a relative position table. Tuned with T5's buckets, for 8,192 tokens, causal.
+# Used instead with a relative position table.
 _HOPPER_TABLE: _Table = {
     ("forward", "half", 128): _HOPPER_BIASED["forward", "half", 128],
     ("dk_dv", "half", 64): _HOPPER_BIASED["dk_dv", "half", 64],
@@ -185,19 +185,19 @@ class Tables(NamedTuple):
     pointers: _Table
     descriptors: _Table  # with tensor descriptors (TMA), if the architecture has them
     has_room: bool  # for fp32 tiles in three pieces at any head dim
-    # Used instead of `descriptors`: if the mask's blocks limit the held tile to 64 tokens, with a bias for each pair,
-    # with a tile bias, and with a relative position table.
     held_64: Mapping[_Key, Config] = MappingProxyType({})
     biased: Mapping[_Key, Config] = MappingProxyType({})
     tile_biased: Mapping[_Key, Config] = MappingProxyType({})
     table: Mapping[_Key, Config] = MappingProxyType({})
 
     def of(self, descriptors: bool) -> _Table:
-        """The table for loads by tensor descriptors or by pointers."""
         return self.descriptors if descriptors else self.pointers
 
     def has_room_for_pieces(self, padded_dim: int) -> bool:
-        """Whether fp32 tiles in three pieces fit in shared memory. Otherwise tiles are split after they are loaded."""
+        """Whether fp32 tiles in three pieces fit in shared memory.
+
+        Otherwise tiles are split after they are loaded.
+        """
         return self.has_room or padded_dim <= 128
 
 

@@ -4,8 +4,8 @@ Triton's launcher converts all arguments and makes the TMA descriptors in Python
 host work of a short call. Here the parameters of a launch are kept in a buffer; a call writes only those that differ,
 and the driver replaces the addresses in the descriptors: in C (`native.c`), or in Python where that cannot be compiled.
 
-Triton does not document the parameters of a compiled kernel. They are derived from its signature, only for known
-versions, and compared with the declaration in the PTX. If they differ, Triton launches the kernel.
+Triton does not document the parameters of a compiled kernel: they are derived from its signature, only for known
+versions, and compared with the declaration in the PTX.
 
 Triton 3.6 to 3.9 pass the arguments, each descriptor followed by its sizes and strides, then two addresses of scratch
 memory. From 3.7 on, one C launcher serves all kernels; from 3.8 on, a launch attribute allows more than 228 KB of
@@ -76,7 +76,6 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
 
 
 def _leaves(kind: Any, path: tuple[int, ...] = ()) -> list[tuple[int | tuple[int, ...] | None, Any]]:
-    """`(index, type)` of each type in a type that may be a nested tuple; see `Parameter.item`."""
     if not isinstance(kind, tuple):
         return [(None if not path else path[0] if len(path) == 1 else path, kind)]
     return [leaf for item, each in enumerate(kind) for leaf in _leaves(each, (*path, item))]
@@ -151,7 +150,6 @@ class Driver(NamedTuple):
 
     @classmethod
     def of_this_machine(cls) -> Driver:
-        """The functions of the installed driver."""
         library = cuda_driver()
         names = "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuTensorMapReplaceAddress"
         return cls(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))
@@ -198,7 +196,6 @@ def kernel_of(
 
 
 def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
-    """Whether a parameter is a size or a stride of a descriptor; these are the same at all calls."""
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
 
 
@@ -215,18 +212,15 @@ def _indices(parameter: Parameter) -> tuple[int, int | None]:
 
 
 def _packed(code: str, value: int | float) -> bytes:
-    """A number in eight bytes."""
     return struct.pack("=" + code, value).ljust(8, b"\0")
 
 
 def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
-    """The value of a parameter."""
     value = _argument(arguments, parameter)
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
 def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
-    """The argument, or the item of a tuple or descriptor, that becomes a parameter."""
     value = arguments[parameter.argument]
     if parameter.item is None:
         return value

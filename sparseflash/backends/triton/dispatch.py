@@ -1,9 +1,7 @@
 """Chooses the kernels of a pass: the family that the caller requests, or the first one that can serve the pass and is
 not slower there. Warns where a faster one had to be refused.
 
-A family is a folder of kernels with a forward and a backward pass. Three of its functions return reasons against it: it
-cannot serve a request, another is faster, it must not run under the installed Triton. A new family is a folder and a
-line of `FAMILIES`.
+A new family is a folder and a line of `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from sparseflash.performance import PerformanceWarning
 
 
 def _hopper_passes() -> Any:
-    from sparseflash.backends.triton.hopper.passes import backward, forward  # imported late: they need Gluon
+    from sparseflash.backends.triton.hopper.passes import backward, forward
 
     return forward, backward
 

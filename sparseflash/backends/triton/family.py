@@ -30,7 +30,6 @@ class Setting(NamedTuple):
 
     @property
     def architecture(self) -> Architecture:
-        """Everything that depends on the capability."""
         return architecture_of(self.capability)
 
 
@@ -76,7 +75,6 @@ class Request(NamedTuple):
         cls, setting: Setting, q: Tensor, v: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (), *,
         backward: bool,
     ) -> Request:  # fmt: skip
-        """One pass of a problem. wanted: which tensors of the score modifications need a gradient."""
         plan, (block_q, block_k) = setting.plan, setting.block
         tokens = plan.lists.tokens
         return cls(
@@ -137,7 +135,7 @@ class ForwardPass(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`. `kept` holds anything else that the backward of the same family needs.
+        """`kept` holds anything else that the backward of the same family needs.
 
         A family that serves score modifications takes them as one more argument, `changes`.
         """
@@ -155,10 +153,8 @@ class BackwardPass(Protocol):
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)`.
-
-        A family that serves score modifications also has `with_learned`. It takes them as one more argument, and also
-        returns the gradients of their tensors.
+        """A family that serves score modifications also has `with_learned`. It takes them as one more argument, and
+        also returns the gradients of their tensors.
         """
 
     def launches(self) -> list[BoundLaunch]:
@@ -173,10 +169,7 @@ def _none(request: Request) -> str | None:
 
 
 class Family(NamedTuple):
-    """A set of kernels that belong together. For an example of `passes` see `forward_pass.py` in `portable/`.
-
-    The functions of a request return a text, or None, which is their default.
-    """
+    """The functions of a request return a text, or None, which is their default."""
 
     name: str
     # Imports and returns the functions that prepare a forward and a backward.

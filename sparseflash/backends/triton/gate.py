@@ -1,11 +1,10 @@
 """Decides whether the Hopper kernels may run under a version of Triton that they were not measured with.
 
-Gluon's interface and the compiler's choices change from version to version. Under any version but those of
-`versions.py`, each kind of kernel is checked once before its first use: `kernel_check.py` compiles it, reads the report
-of ptxas, and compares results with the reference in fp64. A miscompiled kernel may hang, or break its CUDA context, so
-the check runs in another process, some 20 seconds. The calling process does not use the GPU meanwhile, so it may even
-be recording a CUDA graph. The verdict is stored in Triton's cache folder, one file per kind of kernel, version, device
-and digest of our sources.
+Under a version that is not in `versions.py`, each kind of kernel is checked once before its first use:
+`kernel_check.py` compiles it, reads the report of ptxas, and compares results with the reference in fp64. A miscompiled
+kernel may hang, or break its CUDA context, so the check runs in another process, some 20 seconds. The calling process
+does not use the GPU meanwhile, so it may even be recording a CUDA graph. The verdict is stored in Triton's cache
+folder, one file per kind of kernel, version, device and digest of our sources.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _NOT_PASSED_ON = {"TRITON_INTERPRET", "PYTHONWARNINGS", "PYTHONINSPECT"}
 _STOPPED = {-1, -2, -9, -15}
 _log = logging.getLogger("sparseflash")
 _lock = threading.Lock()
-_verdicts = BoundedDict(256)  # by kind and device
+_verdicts = BoundedDict(256)
 _is_open = False
 
 
@@ -150,7 +149,6 @@ def opened() -> Iterator[None]:
 
 @bounded(maxsize=16)
 def _facts(device: torch.device) -> dict[str, Any]:
-    """Everything that a verdict depends on besides the kind of kernel."""
     capability = torch.cuda.get_device_capability(device)
     try:
         from triton.backends.nvidia.compiler import get_ptxas_version
@@ -177,7 +175,7 @@ def _file_of(facts: dict[str, Any]) -> Path:
         from triton import knobs
 
         folder = Path(knobs.cache.dir)
-    except (ImportError, AttributeError):  # a version that has it elsewhere
+    except (ImportError, AttributeError):
         folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return folder / f"sparseflash-{digest[:32]}.json"
@@ -204,7 +202,7 @@ def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
 
 
 def _tried(kind: Kind, device: torch.device, file: Path, facts: dict[str, Any]) -> Verdict:
-    """Checks the kernels in another process. An uncertain result is not stored."""
+    """An uncertain result is not stored."""
     _log.info("%s: they are compiled and checked now, once: %s", _unmeasured(), kind)
     why, is_certain = outcome(command(kind, device))
     _log.info("the check of the kernels for Hopper %s", f"found: {why}" if why else "passed")
@@ -222,7 +220,7 @@ def outcome(command: list[str]) -> tuple[str, bool]:
         return "they are checked only where sys.executable is Python and does not check kernels itself", False
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     environment["PYTHONPATH"] = os.pathsep.join(_paths())
-    environment |= {"PYTHONSAFEPATH": "1", _CHECKING: "1"}  # PYTHONSAFEPATH keeps the current folder off sys.path
+    environment |= {"PYTHONSAFEPATH": "1", _CHECKING: "1"}
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -245,7 +243,6 @@ def outcome(command: list[str]) -> tuple[str, bool]:
 
 
 def _paths() -> list[str]:
-    """The folders where this process finds modules. Entries that Python ignores, such as non-strings, are left out."""
     here = ""
     with suppress(OSError):
         here = os.getcwd()

@@ -141,7 +141,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
 
 
 def _backward_form(kind: Kind, given: Example) -> BackwardForm:
-    """The kernels of the backward. In blocks of 64 both kinds serve, one of them where most blocks are live."""
+    """In blocks of 64 both kinds serve, one of them where most blocks are live."""
     asked = Problem.of(given.mask, scale=1.0, batch=len(given.q))
     setting = setting_of(given.q, given.k, asked, (9, 0))
     return backward_form(setting.plan, setting.block, (kind.dim, kind.v_dim or kind.dim), kind.changes)
@@ -195,7 +195,6 @@ def main(kind: str, device: str) -> None:
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether the GPU or the host ran out of memory, by the errors of each library."""
     said = str(error).lower()
     return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
         words in said for words in ("out of memory", "alloc_failed")

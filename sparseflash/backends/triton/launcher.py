@@ -53,32 +53,29 @@ class Variant:
         if resident:
             self.options["launch_cooperative_grid"] = True
         self._compiled: Any = None  # Triton's compiled kernel
-        self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
-        self._function = 0  # the driver's handle, if the kernel can be started directly
+        self._parameters: list[Parameter] | None = None
+        self._function = 0
         self._hooks: Any = None  # Triton's launch hooks, for profilers; only Triton's launcher calls them
         self.index = device.index
-        self.compiling: Future[None] | None = None  # set while another thread compiles the kernel
+        self.compiling: Future[None] | None = None
         self._prepared = False
+        self._first: list[Any] | None = None  # see `check_alike`
 
     @property
     def name(self) -> str:
         return str(self.function.__name__)
 
     def is_new(self) -> bool:
-        """Whether the kernel is neither compiled nor being compiled."""
         return self._compiled is None and self.compiling is None and not self._prepared
 
     def can_start_directly(self) -> bool:
-        """Whether the kernel can be started without Triton's launcher now."""
         if self._parameters is None or torch._C._cuda_getDevice() != self.index:
             return False
         hooks = self._hooks
         return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
     def kernel(self, arguments: Sequence[Any], given: Mapping[str, int]) -> Any:
-        """The kernel with these arguments, to be started directly. `given`: the indices of the arguments that each call
-        passes anew, by name.
-        """
+        """`given`: the indices of the arguments that each call passes anew, by name."""
         if self._parameters is None:
             raise RuntimeError(f"{self.function.__name__} cannot be started directly")
         return kernel_of(self._function, self._compiled.metadata, self._parameters, arguments, given)
@@ -94,8 +91,25 @@ class Variant:
             self.compiling.result()
         self.compiling, self._prepared = None, True
 
+    def check_alike(self, arguments: Sequence[Any]) -> None:
+        """Raises RuntimeError if Triton would specialise these arguments otherwise than the first launch did, for
+        which the kernel was compiled. A kernel that is started directly would not notice.
+        """
+        asked = getattr(self.function, "kwargs", {})
+        anything, anywhere = (asked.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
+        found = [
+            x if name.isupper() else _specialised(x, name in anything, name in anywhere)
+            for name, x in zip(self.names, arguments, strict=True)
+        ]
+        if self._first is None:
+            self._first = found
+        for name, x, first in zip(self.names, found, self._first, strict=True):
+            if x != first:
+                raise RuntimeError(
+                    f"{name} of {self.name} must be alike in all starts of a launch; got {x}, and {first} at first."
+                )
+
     def launch(self, programs: int, arguments: Sequence[Any]) -> None:
-        """Launches through Triton's own launcher."""
         with on_device(self.device):
             self.function[(programs, 1, 1)](*arguments, **self.options)
 
@@ -119,9 +133,7 @@ class Variant:
             self._parameters = parameters
 
     def compiled(self, arguments: Sequence[Any]) -> Any:
-        """The kernel that Triton compiles for these arguments on the current device, without loading it.
-
-        A kernel that needs more shared memory than the GPU has is compiled with fewer pipeline stages: the tables
+        """A kernel that needs more shared memory than the GPU has is compiled with fewer pipeline stages: the tables
         choose stages for the tiles of q, k and v, but score modifications may load more, and the compiler decides what
         it stages. Stages do not change the order of sums, so the bits are the same.
         """
@@ -177,14 +189,14 @@ class Launch:
         return cls(variant, {}, dict.fromkeys(variant.names), {})
 
     def bind(self, programs: int, **tensors: Tensor) -> BoundLaunch:
-        """This launch with its grid and the bound tensors."""
         check_count(f"programs of {self.variant.function.__name__}", programs, remedy="Split the batch or the heads.")
         return BoundLaunch(self, programs, tuple([tensors[name] for name in self.bound]))
 
     def start(self, programs: int, *given: Any) -> None:
-        """Starts the kernel with `programs` programs. given: the bound tensors, then the arguments of the call."""
         if not self.variant.can_start_directly():
             arguments = self.arguments(given)
+            if self.variant.device.type == "cpu":  # in the interpreter: Triton's launcher on a GPU would compile anew
+                self.variant.check_alike(arguments)
             self.variant.prepare(arguments)
             if not self.variant.can_start_directly():
                 self.variant.launch(programs, arguments)
@@ -207,7 +219,7 @@ class Launch:
 
 def launches_of(function: Any, *, num_warps: int, num_stages: int, most: int = 64) -> Callable[..., Launch]:
     """Makes `Launch.of_all_arguments` for a device and everything that Triton specialises on, its arguments: once for
-    each, of which the last `most` are kept.
+    each; the last `most` are kept.
     """
 
     @bounded(maxsize=most)
@@ -218,14 +230,13 @@ def launches_of(function: Any, *, num_warps: int, num_stages: int, most: int = 6
 
 
 class BoundLaunch:
-    """A launch with its grid and bound tensors. Calls pass the remaining arguments."""
+    """A launch with its grid and bound tensors."""
 
     def __init__(self, launch: Launch, programs: int, tensors: tuple[Tensor, ...]) -> None:
         self.launch, self.programs, self.tensors = launch, programs, tensors
-        self.kernels: tuple[Any, ...] | None = None  # the kernel with the bound tensors, once started directly
+        self.kernels: tuple[Any, ...] | None = None
 
     def __call__(self, given: Mapping[str, Any]) -> None:
-        """Launches the kernel. given: its arguments by name; names that it does not have are ignored."""
         if self.kernels is not None and self.launch.variant.can_start_directly():
             start_together((self.launch.variant,), self.kernels, given)
             return
@@ -234,11 +245,9 @@ class BoundLaunch:
             self.kernels = (self.launch.kernel.bound(self.programs, self.tensors),)
 
     def compile(self) -> None:
-        """Compiles and loads the kernel that calls will launch; callable on any thread."""
         self.launch.variant.compile(self._example())
 
     def compiled(self) -> Any:
-        """The kernel that Triton compiles for calls on the current device, without loading it."""
         return self.launch.variant.compiled(self._example())
 
     def _example(self) -> list[Any]:
@@ -254,7 +263,6 @@ class LaunchSequence:
         self._kernels: tuple[Any, ...] | None = None
 
     def __call__(self, given: Mapping[str, Any]) -> None:
-        """Launches the kernels. given: the arguments of all by name."""
         if self._kernels is not None and self._variants[0].can_start_directly():
             start_together(self._variants, self._kernels, given)
             return
@@ -266,7 +274,7 @@ class LaunchSequence:
 
 
 def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Starts kernels, of these variants, one after another on the current stream. Their device must be current."""
+    """Starts these kernels one after another on the current stream; their device must be current."""
     stream = torch._C._cuda_getCurrentRawStream(variants[0].index)
     start = native.module().start
     failed = start(kernels, given, stream)
@@ -318,8 +326,18 @@ class Describe:
         return made
 
 
+def _specialised(x: Any, anything: bool, anywhere: bool) -> Any:
+    """The properties of an argument that Triton specialises on. anything, anywhere: not its value, not its address."""
+    if isinstance(x, tuple):
+        return tuple(_specialised(each, anything, anywhere) for each in x)
+    if isinstance(x, Tensor):
+        return x.dtype, anything or anywhere or x.is_meta or x.data_ptr() % 16 == 0
+    if isinstance(x, int) and not anything:
+        return type(x), x == 1, x % 16 == 0
+    return None if x is None else "a number"
+
+
 def _fits(compiled: Any) -> bool:
-    """Whether a kernel's shared memory fits on the GPUs that it was compiled for."""
     metadata = compiled.metadata
     return bool(metadata.shared <= architecture_of(divmod(metadata.target.arch, 10)).shared_memory)
 

@@ -43,11 +43,8 @@ def merge_backward(
 
 
 def _alike(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors with the strides of the first, whose last dimension is contiguous. `torch.empty_like` of the first
-    has them, too.
-    """
     first = tensors[0]
-    if first.stride(-1) != 1 or torch.empty_like(first).stride() != first.stride():  # it has gaps, or is expanded
+    if first.stride(-1) != 1 or torch.empty_like(first).stride() != first.stride():
         first = first.contiguous()
     return first, *(x if x.stride() == first.stride() else torch.empty_like(first).copy_(x) for x in tensors[1:])
 
@@ -64,7 +61,6 @@ def _grid(x: Tensor) -> tuple[tuple[int], tuple[int, ...]]:
 def _rows(
     count, heads, tokens, stride_b, stride_h, stride_n, D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """`(row, inside, at, all_inside)`: a program's rows, which of them exist, and the same for their numbers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, pair = row % tokens, row // tokens
     first = pair // heads * stride_b + pair % heads * stride_h + token * stride_n
@@ -74,7 +70,6 @@ def _rows(
 
 @triton.jit
 def _shares(lses, row, inside):
-    """`(lse of all parts, the share of each part in the sum of exponentials)`."""
     highest = tl.load(lses[0] + row, mask=inside, other=0.0)
     for part in tl.static_range(1, len(lses)):
         highest = tl.maximum(highest, tl.load(lses[part] + row, mask=inside, other=0.0))

@@ -21,7 +21,7 @@ from sparseflash.backends.triton import python_start
 _NAME = "sparseflash_native"
 _SOURCE = Path(__file__).with_name("native.c")
 _lock = threading.Lock()
-_found: tuple[Any, str] | None = None  # what starts kernels, and why that is Python
+_found: tuple[Any, str] | None = None
 _log = logging.getLogger("sparseflash")
 
 
@@ -36,7 +36,7 @@ def compiled(flags: Sequence[str] = ()) -> Any:
 
 
 def module() -> Any:
-    """What starts kernels: the compiled module, or `python_start`. Both have `Kernel`, `start` and `layouts`."""
+    """The compiled module, or `python_start`: both have `Kernel`, `start` and `layouts`."""
     return (_found or _load())[0]
 
 
@@ -49,9 +49,8 @@ def served_by() -> str:
 
 
 def _load() -> tuple[Any, str]:
-    """Sets and returns `_found`."""
     global _found
-    with _lock:  # one thread compiles
+    with _lock:
         if _found is None:
             try:
                 _found = compiled(), ""

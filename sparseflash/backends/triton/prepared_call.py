@@ -39,24 +39,19 @@ class PreparedCall:
     """
 
     def __init__(self, setting: Setting, key: tuple[Any, ...], problem: Problem, changes: Scores | None = None) -> None:
-        """key: everything besides the plan that the kernels depend on."""
         self.setting, self.scale, self.dropped, self.kernels = setting, problem.scale, problem.dropped, problem.kernels
-        self.forward: ForwardPass | None = None  # set by `prepare_forward`
+        self.forward: ForwardPass | None = None
         self.without_tensors: Scores | None = None
         if changes is not None:
             self.without_tensors = changes.with_tensors([None] * len(changes.tensors()))  # type: ignore[list-item]
         self._key = key
-        # By pass and wanted gradients: a handful.
         self._decisions: dict[tuple[bool, ...], tuple[Request, Decision]] = {}
         self._backwards = BoundedDict(_MOST_LAYOUTS)
-        self._read_as_they_are = BoundedDict(_MOST_LAYOUTS)  # of `_backwards`, by layouts that need no copy
+        self._read_as_they_are = BoundedDict(_MOST_LAYOUTS)
 
     def decision(
         self, q: Tensor, v: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (), *, backward: bool
     ) -> tuple[Request, Decision]:
-        """What a pass requests, and which kernels serve it. wanted: which tensors of the score modifications need a
-        gradient.
-        """
         key = backward, *wanted
         found = self._decisions.get(key)
         if found is None:
@@ -103,8 +98,8 @@ class PreparedCall:
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
         if (follows or any(wanted)) and self.decision(q, v, changes, wanted, backward=True)[1].family is not None:
             out = empty_out(like(q), like(v))
-            compile_side_by_side(launches, fewest=1)  # beside the plan of the backward, and the kernels that make it
-            with suppress(ValueError):  # the backward raises when it is called
+            compile_side_by_side(launches, fewest=1)
+            with suppress(ValueError):
                 self.backward_pass(q, k, v, out, out, dlse=False, changes=changes, wanted=wanted)
         else:
             compile_side_by_side(launches)
@@ -144,7 +139,6 @@ class PreparedCall:
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v."""
         given = dout, dlse, saved
         dout, dlse, saved = as_kernels_read(*given)
         run = self.backward_pass(*saved[:4], dout, dlse=dlse is not None)
@@ -171,7 +165,6 @@ class PreparedCall:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores, wanted: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-        """The gradients of q, k and v, and a list of the gradients of the score modifications' tensors."""
         dout, dlse, saved = as_kernels_read(dout, dlse, saved)
         run: Any = self.backward_pass(*saved[:4], dout, dlse=dlse is not None, changes=changes, wanted=wanted)
         gradients, learned = run.with_learned(dout, dlse, saved, lengths, dropout, changes)
@@ -179,9 +172,7 @@ class PreparedCall:
 
 
 def prepared(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> PreparedCall:
-    """The prepared call for tensors of this layout, from the cache of the mask. Its passes are prepared when they are
-    needed.
-    """
+    """The prepared call for tensors of this layout, from the cache of the mask."""
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
     key = key_of(setting, problem, q, k, v, changes)
     if problem.indices is None:
@@ -208,10 +199,7 @@ def key_of(
 def setting_of(
     q: Tensor, k: Tensor, problem: Problem, capability: tuple[int, int], device: torch.device | None = None
 ) -> Setting:
-    """The plan of a problem, and everything else that determines its kernels.
-
-    device: for the plan of dense attention; q's device by default.
-    """
+    """device: for the plan of dense attention; q's device by default."""
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
@@ -231,7 +219,7 @@ def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, saved: Saved
 ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
     """Copies incoming gradients and saved tensors where kernels cannot read their layout."""
-    if dout.stride(-1) != 1:  # sum() sends back one number, expanded
+    if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
     out, lse, kept = aligned_start(saved.out), aligned_start(saved.lse.contiguous()), saved.kept

@@ -47,7 +47,6 @@ class Kernel:
         self._write = [(offset, *_writer(code), slot, item, inner) for offset, code, slot, item, inner in values]
 
     def bound(self, programs: int, given: tuple[Any, ...]) -> Kernel:
-        """This kernel with the number of its programs and the arguments of its first slots."""
         left = tuple([(*each[:2], each[2] - len(given), *each[3:]) for each in self._values if each[2] >= len(given)])
         contents = ctypes.string_at(self._start, self._size)
         made = Kernel(
@@ -60,7 +59,6 @@ class Kernel:
         return made
 
     def start(self, programs: int, given: Mapping[str, Any] | Sequence[Any], stream: int) -> tuple[int, int] | None:
-        """Starts this kernel alone; see `start`."""
         with self._lock:
             self._fill(self._write, given)
             status = self._launch(self._function, programs, 1, 1, *self._block, stream, self._addresses, *self._last)

@@ -8,7 +8,7 @@
 - `drawing`: characters, matplotlib, HTML.
 
 Each function has its method's documentation and calls the module of `blockmask`, `blockmask.ops` or `draw` that
-implements it. Modules that import `BlockMask` themselves are imported when the method is called.
+implements it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
     moved to a GPU share their arrays there, so a small mask that is made anew at every step is copied and planned once.
     """
     device = checked_device(device)
-    if device == torch.device("cuda"):  # the current device
+    if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     if device == mask.device:
         return mask
@@ -60,7 +60,6 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
 
 
 def _may_be_shared(mask: BlockMask, device: torch.device) -> bool:
-    """Whether a mask on the CPU is small, and its contents can be read now."""
     if mask.dynamic or torch.compiler.is_compiling() or is_faking() or is_capturing(device):
         return False
     return mask.nbytes <= SMALL_MASK
@@ -83,7 +82,7 @@ def _moved(mask: BlockMask, device: torch.device) -> BlockMask:
         moved.append(None)
     there = type(mask)(*mask._numbers(), *moved, dynamic=mask.dynamic)  # type: ignore[arg-type]
     if device.type == "cuda" and mask.device.type == "cpu" and mask.nbytes <= _HOST_BYTES and not mask.dynamic:
-        mask_cache(there.indices)["host"] = mask._padded(None)  # plans of small masks are made on the host
+        mask_cache(there.indices)["host"] = mask._padded(None)
     return there
 
 

@@ -1,5 +1,4 @@
 """Operations on masks that are exact to the score, in time and memory proportional to the live tiles.
 
-They are the operators and methods of `BlockMask`, one a module. They share `tilelist`: the tiles of all patterns as one
-list, so that bits are computed once per distinct tile.
+They share `tilelist`: the tiles of all patterns as one list, so that bits are computed once per distinct tile.
 """

@@ -92,7 +92,6 @@ def _shape_of_both(a: BlockMask, b: BlockMask) -> tuple[int, int]:
 
 
 def _with_one_padding(a: BlockMask, b: BlockMask) -> tuple[BlockMask, BlockMask, Tensor | None]:
-    """Both masks and the lengths of their combination; lengths that differ are written into the tiles."""
     batch, _ = _shape_of_both(a, b)
     a, b = a.canonical(), b.canonical()
     if a.lengths is not None and b.lengths is not None:
@@ -113,13 +112,11 @@ def _combined(
 ) -> BlockMask:
     """Applies a bitwise operation to each score. `only_a`: tiles that only a has are kept, too; `only_b` likewise."""
     a, b = to_one_block([a, b])
-    # Each pair of patterns that occurs is computed once.
     pair = a.pattern.long() * pattern_count(b) + b.pattern.long()
     number, first = number_by_first_appearance(pair.reshape(-1))
     chosen = pair.reshape(-1)[first]
     patterns_a, patterns_b = chosen // pattern_count(b), chosen % pattern_count(b)
     row, col, kind_a, kind_b = _joined(a, b, patterns_a, patterns_b, only_a, only_b)
-    # Few pairs of tiles are distinct, and bits are computed once for each.
     recipes, which = distinct(kind_a * (len(b.bits) + 2) + kind_b)
     words_a, words_b = bitmask.choices(a.bits, a.block_k), bitmask.choices(b.bits, b.block_k)
     words = in_chunks(
@@ -136,7 +133,6 @@ def _combined(
 def _joined(
     a: BlockMask, b: BlockMask, patterns_a: Tensor, patterns_b: Tensor, only_a: bool, only_b: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tiles `(row, col, kind in a, kind in b)` that both masks have, or that one of them has, if asked for."""
     if not only_a and not only_b and len(a.indices) > len(b.indices):
         # Iterate over the shorter list and search the longer one: a window & causal costs only as much as the window.
         row, col, kind_b, kind_a = _joined(b, a, patterns_b, patterns_a, only_a, only_b)
@@ -167,9 +163,8 @@ def _kind(mask: BlockMask, entry: Tensor) -> Tensor:
 
 
 def _find(mask: BlockMask, row: Tensor, col: Tensor, patterns: Tensor) -> Tensor:
-    """The entry of each tile `(row, col)`, -1 if it is not stored; `row` counts over `patterns`.
-
-    Binary search within each row, so that nothing of the size of the mask is allocated.
+    """The entry of each tile `(row, col)`, -1 if it is not stored; `row` counts over `patterns`. Binary search within
+    each row, so that nothing of the size of the mask is allocated.
     """
     row_blocks = mask.blocks[0]
     row = patterns[row // row_blocks] * row_blocks + row % row_blocks

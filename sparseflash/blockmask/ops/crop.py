@@ -49,7 +49,6 @@ def _bounds(name: str, given: Range | None, length: int) -> tuple[int, int]:
 
 
 def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
-    """The tiles of a range of queries, which are then counted from `start`."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     first, shift = start // mask.block_q, start % mask.block_q
     rows = torch.arange(first, -(-stop // mask.block_q), device=mask.device)
@@ -81,7 +80,6 @@ def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
 
 
 def _crop_keys(made: TileList, start: int, stop: int) -> TileList:
-    """The tiles of a range of keys, which are then counted from `start`."""
     first, shift = start // made.block_k, start % made.block_k
     new_cols = -(-(stop - start) // made.block_k)
     kept = (made.col >= first) & (made.col < -(-stop // made.block_k))

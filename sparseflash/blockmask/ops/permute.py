@@ -124,7 +124,6 @@ class _Sources:
 
     @property
     def slots(self) -> int:
-        """The largest number of old block rows in a new one."""
         return int(self.starts.diff().max())
 
 
@@ -166,12 +165,10 @@ def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tup
 
 
 def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yields `(row, col, kind, words)` for some new block rows at a time."""
     (row_blocks, col_blocks), device = mask.blocks, mask.device
     slots, known = sources.slots, bitmask.choices(mask.bits, mask.block_k)
     dead = len(known) - 1
     for flat in _row_chunks(mask, sources):
-        # Expand to every (new block row, source block row), then to every tile of the latter.
         which, u = take_rows(sources.starts, flat % row_blocks)
         slot = u - sources.starts[flat % row_blocks][which]
         pair, entry = take_rows(mask.indptr, (flat // row_blocks * row_blocks)[which] + sources.old[u])
@@ -190,11 +187,10 @@ def _gathered(mask: BlockMask, sources: _Sources) -> Iterator[tuple[Tensor, Tens
 
 
 def _row_chunks(mask: BlockMask, sources: _Sources) -> Iterator[Tensor]:
-    """Yields new block rows of all patterns, in chunks that keep the temporaries small."""
     row_blocks, patterns = mask.blocks[0], pattern_count(mask)
     counts = mask.indptr.diff().long().view(patterns, row_blocks)[:, sources.old]  # [P, pairs]
     before = torch.cat([counts.new_zeros(patterns, 1), counts.cumsum(1)], dim=1)
-    work = before[:, sources.starts[1:]] - before[:, sources.starts[:-1]]  # source tiles of each new block row
+    work = before[:, sources.starts[1:]] - before[:, sources.starts[:-1]]
     total = work.reshape(-1).cumsum(0)
     limit = max(1, min(ENTRIES_AT_ONCE, PARTS_AT_ONCE // (sources.slots + 1)))
     # A block row belongs to the chunk in which its work ends, so a chunk exceeds the limit by at most one block row.

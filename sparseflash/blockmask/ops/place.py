@@ -85,7 +85,6 @@ class _Tiles(NamedTuple):
 
 
 def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
-    """The tiles of the masks; the tiles of a pattern are repeated for each of its heads."""
     listed: list[tuple[Tensor, ...]] = []
     known = 0
     for mask in masks:
@@ -95,8 +94,10 @@ def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
         known += len(mask.bits)
     start = np.cumsum([0, *(len(rows) for rows, *_ in listed)])
     head, row, col, kind = (torch.cat(column) for column in zip(*listed, strict=True))
-    words = torch.cat([mask.bits for mask in masks]).numpy().view(np.uint32)
-    return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), words)
+    # Masks of one pattern have most tiles in common, and what is made of equal tiles is made once.
+    bits, number = bitmask.deduplicate(torch.cat([mask.bits for mask in masks]))
+    kind = torch.cat([number.new_zeros(1), number + 1])[kind]
+    return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), bits.numpy().view(np.uint32))
 
 
 def _cut(
@@ -133,7 +134,7 @@ def _cut(
     known = bitmask.choices(torch.from_numpy(tiles.words.view(np.int32)), block_k).numpy().view(np.uint32)
     of_combination = key // (cols * rows * heads)
     head, row, col = key // (cols * rows) % heads, key // cols % rows - 1, key % cols - 1
-    recipe = np.full((len(key), 7), len(known) - 1, dtype=np.int32)  # dead where nothing is stored
+    recipe = np.full((len(key), 7), len(known) - 1, dtype=np.int32)
     recipe[group, np.concatenate(slots)] = np.concatenate(kinds)
     recipe[:, 4] = k_cut[of_combination] * block_q + q_cut[of_combination]
     # How many of the first queries and keys of the tile are inside; all where the mask itself ends.
@@ -188,7 +189,7 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
 def _merged(
     row: Integers, col: Integers, kind: Integers, words: Words, col_blocks: int
 ) -> tuple[Integers, Integers, Integers, Words]:
-    """The list with equal tiles merged. None of these is full, because parts share no score."""
+    """None of these is full, because parts share no score."""
     key = row * col_blocks + col
     order = key.argsort(kind="stable")
     key, kind = key[order], kind[order]
@@ -205,7 +206,6 @@ def _merged(
 
 
 def _combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
-    """A number for each combination of codes, and where each combination occurs."""
     numbered, count = number_combinations([torch.from_numpy(code) for code in codes])
     number, first = numbered.numpy(), np.zeros(count, dtype=np.int64)
     first[number] = np.arange(len(number))

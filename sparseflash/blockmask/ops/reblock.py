@@ -32,14 +32,13 @@ def to_one_block(masks: Sequence[BlockMask]) -> list[BlockMask]:
 
 
 def _split(made: TileList, block_q: int, block_k: int) -> TileList:
-    """Cuts every tile into pieces of the given size; dead pieces are dropped."""
     down, across = made.block_q // block_q, made.block_k // block_k
     if down * across == 1:
         return made
     row_blocks = made.blocks[0]
     pieces = _cut(made.words, made.block_k, block_q, block_k)  # [T * down * across, block_q, W]
     live = (pieces != 0).any(-1).any(-1).view(-1, down * across)
-    live = torch.cat([live.new_ones(1, down * across), live])  # of each kind; all pieces of a full tile are full
+    live = torch.cat([live.new_ones(1, down * across), live])
     kind_of_piece, piece = live.nonzero(as_tuple=True)
     counts = live.sum(1)
     first = counts.cumsum(0) - counts
@@ -62,7 +61,7 @@ def _split(made: TileList, block_q: int, block_k: int) -> TileList:
 
 def _cut(words: Tensor, old_block_k: int, block_q: int, block_k: int) -> Tensor:
     """The pieces of each tile in row-major order: int32 `[T * pieces, block_q, W]`."""
-    if old_block_k > block_k and block_k < bitmask.WORD:  # each word holds two pieces of 16 keys
+    if old_block_k > block_k and block_k < bitmask.WORD:
         words = torch.stack([words & 0xFFFF, (words >> 16) & 0xFFFF], dim=-1).flatten(-2)
     count, old_block_q, width = words.shape
     each = bitmask.words_per_row(block_k)
@@ -71,7 +70,6 @@ def _cut(words: Tensor, old_block_k: int, block_q: int, block_k: int) -> Tensor:
 
 
 def _join_keys(made: TileList, block_k: int) -> TileList:
-    """Merges tiles that lie side by side."""
     parts = block_k // made.block_k
     if parts == 1:
         return made
@@ -83,7 +81,7 @@ def _join_keys(made: TileList, block_k: int) -> TileList:
 
     def joined(some: Tensor) -> Tensor:
         words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
-        if made.block_k < bitmask.WORD:  # two pieces of 16 keys per word
+        if made.block_k < bitmask.WORD:
             words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
         return words.flatten(2)
 
@@ -92,7 +90,6 @@ def _join_keys(made: TileList, block_k: int) -> TileList:
 
 
 def _join_queries(made: TileList, block_q: int) -> TileList:
-    """Merges tiles that lie one below the other."""
     parts = block_q // made.block_q
     if parts == 1:
         return made

@@ -43,7 +43,7 @@ def _numbers(name: str, given: Choice | None, count: int, device: torch.device) 
     if isinstance(given, slice):
         if count > 1:
             numbers = torch.arange(count, device=device)[given]
-        else:  # the size is unknown, but some slices are empty for any size
+        else:
             numbers = torch.zeros(min(1, len(range(2**31)[given])), dtype=torch.int64, device=device)
     else:
         if not isinstance(given, Sequence) and getattr(given, "ndim", 0) == 0:

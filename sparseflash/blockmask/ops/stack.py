@@ -46,10 +46,9 @@ def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
 
 
 def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
-    """The masks, checked, canonical and reblocked to one block size."""
     if isinstance(masks, BlockMask):
         raise TypeError("masks must be a list of BlockMasks; got a single one.")
-    if not isinstance(masks, Iterable) or getattr(masks, "ndim", 1) == 0:  # a tensor of no dimensions has __iter__
+    if not isinstance(masks, Iterable) or getattr(masks, "ndim", 1) == 0:
         raise TypeError(f"masks must be a list of BlockMasks; got {type(masks).__name__}.")
     masks = list(masks)
     if not masks:
@@ -80,11 +79,9 @@ def _common(what: str, sizes: list[int]) -> int:
 
 
 def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: Tensor | None, batch: int) -> BlockMask:
-    """One mask of these pattern grids; each grid indexes the patterns of its own mask."""
     first = masks[0]
     if len(masks) == 1:
         return first
-    # Number the patterns of all masks consecutively; a repeated mask adds none.
     offsets: dict[int, tuple[int, int]] = {}
     distinct = []
     pattern_total = word_total = 0

@@ -27,7 +27,6 @@ class WithoutKey(Changes):
 
 
 def apply(folder, body):
-    """A device function from a file with the name of the one before."""
     path = Path(folder, "a_change.py")
     path.write_text(f"import triton\n\n@triton.jit\ndef apply(x):\n    return {body}\n")
     spec = importlib.util.spec_from_file_location("a_change", path)

@@ -51,7 +51,6 @@ def number(draw, code):
 
 
 def kernel(draw, driver):
-    """What `Kernel` takes, the sizes of the parameters, and what makes right arguments of a call."""
     slots = draw.randint(0, 5)
     kinds = [draw.choice(["D", "P", *NUMBERS]) for _ in range(draw.randint(0, 9))]
     described = kinds.count("D")
@@ -95,7 +94,6 @@ def kernel(draw, driver):
 
 
 def spoiled(draw, values):
-    """The same values but for one, or one more or fewer."""
     values = list(values)
     how = draw.randint(0, 3)
     if how == 0 and values:
@@ -132,7 +130,6 @@ def draw_once(draw, driver, module):
             driver.seen.clear()
         assert found[0] == found[1], (made, given, found)
         driver.status = 0
-        # Either an error, or a start with the values that were read.
         tried(here.start, programs, spoiled(draw, given), 1234)
         tried(here.start, *spoiled(draw, (programs, tuple(given), 1234)))
         tried(here.bound, *spoiled(draw, (programs, tuple(given[:bound]))))
@@ -145,7 +142,7 @@ def draw_once(draw, driver, module):
     wrong = spoiled(draw, made)
     if wrong[1:3] == list(made[1:3]):  # an address cannot be checked
         tried(module.Kernel, *wrong)
-    for place in (8, 9, 10):  # parameters, values, names
+    for place in (8, 9, 10):
         other = list(made)
         other[place] = tuple(spoiled(draw, made[place]))
         kernel_or_error = tried(module.Kernel, *other)

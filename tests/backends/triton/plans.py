@@ -5,7 +5,6 @@ from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, ove
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.blockmask.cache import mask_cache
 
-# The mask's own tiles, the largest, and the gathered ones that hold most and fewest.
 WAYS = {
     "own": lambda tilings: tilings[0],
     "united": lambda tilings: max((t for t in tilings if not t.gathered), key=lambda t: (t.held, t.streamed)),
@@ -28,7 +27,6 @@ def calls_of(mask):
 
 
 def kernels_of(mask):
-    """`{kernel: Bound}` of all passes prepared for a mask."""
     found = {}
     for call in calls_of(mask):
         if call.forward is not None:
@@ -41,12 +39,10 @@ def kernels_of(mask):
 
 
 def tilings_taken_by(way):
-    """Every kernel takes one of WAYS; None: the cheapest."""
     return override(products_for_tilings=0) if way is None else override(tiling=WAYS[way])
 
 
 def tilings_of(mask):
-    """`{kernel: Tiling}` of all prepared kernels."""
     return {name: kernel.choice.tiling for name, kernel in kernels_of(mask).items()}
 
 

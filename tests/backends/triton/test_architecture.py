@@ -1,5 +1,3 @@
-"""Only `architecture.py` knows generations of GPUs; other modules ask its properties."""
-
 import ast
 import re
 
@@ -12,7 +10,6 @@ LIBRARY = [module for module in MODULES if path_of(module).startswith(("sparsefl
 
 
 def compared_capabilities(source):
-    """The comparisons of a compute capability, or a part of one, with a constant."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):

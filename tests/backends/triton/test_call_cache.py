@@ -36,7 +36,6 @@ def mask_of(tokens=TOKENS):
 
 
 def counted():
-    """Counts the calls that are no repeats."""
     return mock.patch.object(api, "check", wraps=api.check)
 
 
@@ -164,7 +163,7 @@ def functions_of(call, after=2):
 
     before = sys.getprofile()
     with (
-        override(),  # also empties the caches that are filled here
+        override(),
         mock.patch.object(Variant, "can_start_directly", lambda self: found.append("asked") or True),
         mock.patch.object(Variant, "kernel", lambda self, *given: Kernel()),
         mock.patch.object(native.module(), "start", start),
@@ -202,7 +201,7 @@ def test_a_first_call_examines_each_tensor_once(learned, most):
     q, k, v = (x.requires_grad_(learned) for x in tensors())
     mask = mask_of()
     found = functions_of(lambda: attention(q, k, v, mask, backend="triton"), after=0)
-    # Of the forward, and of a backward, which also reads dout. The checks of the arguments look at q, k and v before.
+    # The checks of the arguments look at q, k and v before.
     assert found.count("is_readable") == (7 if learned else 3)
     assert found.count("decide") == (2 if learned else 1)
     assert len(found) <= most, len(found)
@@ -289,7 +288,7 @@ def test_a_call_that_drops_or_asks_for_another_backend_is_no_repeat():
         assert checks.call_count == 1
         assert not torch.equal(dropped, attention(q, k, v, mask, backend="triton"))
         assert checks.call_count == 1
-        for backend in ("blockwise", None):  # which is the default on the CPU
+        for backend in ("blockwise", None):
             with mock.patch.object(blockwise, "attention", wraps=blockwise.attention) as called:
                 attention(q, k, v, mask, backend=backend)
             assert called.call_count == 1
@@ -310,7 +309,7 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
     dout = torch.randn(1, 2, TOKENS, 16, generator=generator).half()
     dlse = torch.randn(1, 2, TOKENS, generator=generator)
     inside = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    one = torch.ones((), dtype=torch.float16).expand_as(dout)  # the gradient from a sum()
+    one = torch.ones((), dtype=torch.float16).expand_as(dout)
     given = [(dout,), (inside,), (one,), (dout, dlse), (dout, dlse.transpose(1, 2).contiguous().transpose(1, 2))]
     with mock.patch.object(call_cache, "place_of", return_value=None):
         expected = [gradients(q, k, v, mask, *each) for each in given]

@@ -104,7 +104,7 @@ def test_kernels_that_change_scores_are_started_directly():
 
 
 def on_hopper(*changes, backward, learned=False):
-    known = {**CHANGES, "bias": scores.bias(torch.ones(1, 2, 40, 40).half())}  # the kernels read it as it is
+    known = {**CHANGES, "bias": scores.bias(torch.ones(1, 2, 40, 40).half())}
     changes = [known[x] if isinstance(x, str) else x for x in changes]
     changes = Scores(tuple(changes)).prepared(Sizes(1, 2, 40, 40, torch.device("cpu")))
     units = units_on_hopper(changes, 1.0, backward=backward)
@@ -129,7 +129,7 @@ def test_every_change_of_a_hopper_kernel_is_another_constant(backward):
 
 @pytest.mark.parametrize(
     "change",
-    [{"keeps_branch": True}, {"reads_blocks": True}, {"may_be_nan": True}, {"adds": "threads"}, {"told": 1}],
+    [{"keeps_branch": True}, {"reads_blocks": True}, {"may_be_nan": True}, {"adds": "threads"}, {"sent": 1}],
     ids=str,
 )
 def test_an_edited_fact_of_a_hopper_kernel_is_compiled_anew(change):
@@ -143,9 +143,9 @@ def test_the_hopper_backward_has_room_for_the_numbers_of_every_change():
     """Number 0 is the tile's; the last is the query head's, where sums are written head by head."""
     for kind in ("distance", "relative", "key_bias", "bias"):
         constant = on_hopper(kind, backward=True, learned=True).constant
-        assert constant.TOLD == 5 and constant.FIRST_TOLD == (1,)
+        assert constant.SENT == 5 and constant.FIRST_SENT == (1,)
     both = on_hopper("distance", "key_bias", backward=True, learned=True)
-    assert (both.constant.FIRST_TOLD, both.constant.TOLD) == ((1, 4), 6)
+    assert (both.constant.FIRST_SENT, both.constant.SENT) == ((1, 4), 6)
 
 
 @pytest.mark.parametrize(

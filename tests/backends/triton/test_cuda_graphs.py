@@ -18,7 +18,6 @@ def tensors(tokens=20, batch=1, dtype=torch.float16, requires_grad=False):
 
 
 def recorded():
-    """As if a graph were being recorded."""
     return mock.patch.object(streams, "is_capturing", lambda device: True)
 
 
@@ -89,4 +88,4 @@ def test_plans_that_nobody_recorded_are_few():
     with mock.patch.object(planning, "_MOST_PLANS", 4):
         for batch in range(1, 7):
             attention(*tensors(3, batch), mask, backend="triton")
-    assert [each.worklist(0, 16).work.shape[0] for each in plans_of(mask)] == [5, 6]  # a full cache starts anew
+    assert [each.worklist(0, 16).work.shape[0] for each in plans_of(mask)] == [5, 6]

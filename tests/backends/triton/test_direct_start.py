@@ -17,7 +17,7 @@ PTX_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 128: "b8"}
 
 
 LAUNCH = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
-STARTS = [native.module(), python_start]  # what starts kernels: compiled C, and Python where nothing compiles
+STARTS = [native.module(), python_start]
 
 
 @pytest.fixture(params=STARTS, ids=["c", "python"], autouse=True)
@@ -78,7 +78,6 @@ class Driver:
 
 
 def kernel_of(parameters, arguments, given, of=None):
-    """A kernel whose calls give the arguments with these indices, named by them."""
     names = {f"x{index}": index for index in given}
     return direct_start.kernel_of(99, of or metadata(), parameters, arguments, names)
 
@@ -133,7 +132,6 @@ def expected(parameters, arguments):
 @example((["i32", ("i64", "constexpr", "i32")], ([1, (2, 7, 3)], [4, (5, 7, 6)]), [1]))
 @example(([((), ("i64", "i32"), "fp32"), "i32"], ([((), (2, 3), 0.5), 1], [((), (5, 6), 1.5), 4]), [0]))
 def test_a_kernel_reads_what_each_call_gives_and_what_was_given_before(kernel):
-    """By place, by name, and with the first arguments bound."""
     signature, (first, second), given_by_calls = kernel
     names = [f"x{i}" for i in range(len(signature))]
     parameters = parameters_of(dict(zip(names, signature)), names)
@@ -167,7 +165,7 @@ def test_kernels_start_one_after_another_and_each_takes_its_arguments_by_name(mo
     assert gpu.resident == [1]
     with pytest.raises(KeyError, match="n3"):
         native.module().start((kernels[3],), {"y": x}, 1234)
-    gpu.results = [7, 0, 0]  # the last one first
+    gpu.results = [7, 0, 0]
     assert native.module().start(tuple(kernels), {f"n{n}": n for n in range(4)} | {"y": x}, 1234) == (2, 7)
 
 

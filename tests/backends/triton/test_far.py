@@ -1,7 +1,4 @@
-"""Positions past 2^24, and rows so far apart that offsets inside a tile exceed 32 bits.
-
-Large tensors are made by `torch.empty` and read in a few tiles.
-"""
+"""Positions past 2^24, and rows so far apart that offsets inside a tile exceed 32 bits."""
 
 import math
 
@@ -27,7 +24,7 @@ from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.limits import COUNT, FAR, MOST_TOKENS, is_near
 
-LONG = 16_905_216  # keys: 2^24 + 128,000
+LONG = 16_905_216
 SIZES = 16, 32
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -133,7 +130,7 @@ def test_addresses_of_pairs_are_right_whatever_the_number_of_keys(keys, tile, tr
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 def test_a_bias_of_so_many_keys_is_read_where_it_lies():
-    keys, queries, window = 35_000_000, 80, 20  # a tile of 64 queries spans more than 2^31 numbers
+    keys, queries, window = 35_000_000, 80, 20
     q, v = torch.randn(1, 1, queries, 16).half(), torch.zeros(1, 1, 1, 16).half().expand(1, 1, keys, 16)
     values = torch.empty(1, 1, queries, keys, dtype=torch.float16)
     live = torch.randn(queries, queries + 256).half()
@@ -166,7 +163,7 @@ SHAPES = st.tuples(st.integers(1, 3000), st.integers(1, 70_000), st.integers(1, 
 
 @given(SHAPES, st.permutations(range(3)), st.sets(st.integers(0, 2)), st.integers(1, 256))
 @example((1, 66_100, 128, 64), [0, 2, 1], set(), 256)  # tokens first
-@example((2_100, 64, 100, 128), [2, 0, 1], {1}, 128)  # sequence first, expanded to many heads
+@example((2_100, 64, 100, 128), [2, 0, 1], {1}, 128)
 def test_outputs_that_are_allocated_lie_near_in_whatever_layout_comes_in(shape, order, expanded, v_dim):
     strides, stride = [0, 0, 0, 1], shape[3]
     for axis in reversed(order):
@@ -181,7 +178,6 @@ def test_outputs_that_are_allocated_lie_near_in_whatever_layout_comes_in(shape, 
 
 @st.composite
 def launches(draw):
-    """Huge strides on the meta device."""
     kv_heads, group, dims = draw(st.integers(1, 400)), draw(st.sampled_from([1, 1, 7, 170])), (16, 64, 128, 256)
     batch, q_len, k_len = draw(st.integers(1, 3)), draw(st.integers(1, 300)), draw(st.integers(1, 300))
     dim, v_dim = draw(st.sampled_from(dims)), draw(st.sampled_from(dims))
@@ -249,7 +245,7 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
     plan = plan_of(problem, (2, 3), 3, (512, 512))
     lists = plan.lists.get(1, None)
     assert backward_plan.check_entries(lists, pattern, 512, 512) is None
-    for most, refuses in ((60, False), (59, True)):  # 10 tiles of each of six heads
+    for most, refuses in ((60, False), (59, True)):
         monkeypatch.setattr(backward_plan, "MOST_ENTRIES_LISTED", most)
         if not refuses:
             assert backward_plan.check_entries(lists, pattern, 512, 512) is None

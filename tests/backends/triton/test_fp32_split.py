@@ -62,7 +62,7 @@ def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
     most = torch.finfo(torch.float32).max
     x = torch.tensor([most, -most, 3.39e38, 3.3900001e38]).view(1, 1, 1, -1)
     assert torch.equal(in_pieces(x, 16).double().sum(-2)[..., :4], x.double())
-    poison = torch.full((1, 1, 1, 1), -1, dtype=torch.int32).view(torch.float32)  # a NaN of ones alone
+    poison = torch.full((1, 1, 1, 1), -1, dtype=torch.int32).view(torch.float32)
     nothing = torch.cat([torch.tensor([torch.inf, -torch.inf, torch.nan]).view(1, 1, 1, 3), poison], -1)
     with np.errstate(invalid="ignore"):
         pieces = in_pieces(nothing, 16)
@@ -77,8 +77,8 @@ def is_split(q, k, v, mask=None, capability=(9, 0), tf32=False):
 
 def test_keys_that_few_queries_read_are_not_split_before():
     for mask, heads, split in (
-        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), 1, False),  # one query with a long cache
-        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), 4, True),  # four heads that share the keys
+        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), 1, False),
+        (masks.streaming(1, window=64, sink=4, k_len=4096, block=32), 4, True),
         (masks.local(4096, window=64, block=32), 1, True),
     ):
         q, k, v = (torch.randn(1, h, n, 16) for h, n in ((heads, mask.q_len), (1, mask.k_len), (1, mask.k_len)))
@@ -123,7 +123,6 @@ def test_wide_heads_have_no_room_on_consumer_gpus_alone():
 def _product_kernel(
     x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, MIRRORED: tl.constexpr
 ):  # fmt: skip
-    """out = x y^T of pieces [ROWS, 3, DIM]."""
     at = tl.arange(0, ROWS)[:, None] * (3 * DIM) + tl.arange(0, DIM)[None, :]
     x = tl.load(x_ptr + at), tl.load(x_ptr + DIM + at), tl.load(x_ptr + 2 * DIM + at)
     y = tl.load(y_ptr + at).T, tl.load(y_ptr + DIM + at).T, tl.load(y_ptr + 2 * DIM + at).T
@@ -132,7 +131,6 @@ def _product_kernel(
 
 
 def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None = None) -> Tensor:
-    """`[rows, dim]` matrices. precision: None for the default on the GPU at hand."""
     rows, dim = x.shape
     out = x.new_empty(rows, rows)
     if precision is None:
@@ -207,7 +205,6 @@ def test_sums_are_corrected_on_the_gpus_that_it_was_fitted_on_alone(monkeypatch)
 def _whole_product_kernel(
     x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, MIRRORED: tl.constexpr
 ):  # fmt: skip
-    """out = x y^T of [ROWS, DIM]."""
     at = tl.arange(0, ROWS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
     product = products(tl.load(x_ptr + at), tl.load(y_ptr + at), PRECISION, MIRRORED)
     tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], product)
@@ -221,7 +218,7 @@ def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 32, 64])  # matrix instructions of one warp, and of four
+@pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("multiply", [product, whole_product], ids=["pieces", "whole"])
 def test_a_product_mirrored_has_the_same_bits(multiply, dim, rows):
@@ -272,4 +269,4 @@ def test_fp32_needs_memory_in_proportion_to_the_tokens():
         peaks.append((torch.cuda.max_memory_allocated() - before) / q.nbytes)
         del q, k, v
     assert peaks[1] < 1.2 * peaks[0]
-    assert max(peaks) < 14  # out and its gradient, three gradients: 5; four times 1.5 in pieces: 6
+    assert max(peaks) < 14

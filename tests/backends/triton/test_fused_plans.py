@@ -65,9 +65,11 @@ def test_kernels_plan_what_operations_plan(few, mask, seed, kv_heads):
 def test_one_kernel_lists_the_columns_that_operations_sort(mask, seed, at_once):
     mask = made_dynamic(mask, seed)
     arrays, tiling = (mask.indptr, mask.indices, mask.tile), Tiling(mask.block_k, mask.block_q)
+    clear_caches()  # a launch has one _ROWS and one _COLUMNS
     with mock.patch.object(fused, "_ROWS", at_once[0]), mock.patch.object(fused, "_COLUMNS", at_once[1]):
         ours = fused.columns_full_first(*arrays, mask.words, mask.blocks, tiling)
     theirs = full_first(*csr.columns_of(*arrays, *mask.blocks), mask.words, tiling)
+    clear_caches()
     for name in ("start", "full", "count", "index", "tile", "words"):
         x, y = getattr(ours, name), getattr(theirs, name)
         assert x.dtype == y.dtype and torch.equal(x, y), name
@@ -85,7 +87,6 @@ def test_columns_of_very_thin_or_long_masks_are_sorted(limit, most):
 
 
 def long_rows():
-    """With full and partial tiles in turn, and an empty row."""
     live = torch.rand(64, 16 * 300, generator=torch.Generator().manual_seed(0)) < 0.9
     live = live | (torch.arange(16 * 300) // 16 % 3 > 0)
     live[:, ::17] = False
@@ -114,7 +115,6 @@ def test_columns_of_more_rows_than_a_program_searches_at_a_time():
 
 
 def test_more_unused_room_than_a_program_looks_after_at_a_time():
-    """Kernels read one tile past a list."""
     scores = torch.rand(1, 4, 600, generator=torch.Generator().manual_seed(0))
     mask = masks.mass_blocks(scores, mass=0.1, q_len=64, k_len=9600, block=16)
     room = len(mask.indices) - int(mask.indptr[-1])
@@ -133,7 +133,6 @@ def test_patterns_that_batch_elements_and_heads_share_are_read_where_they_lie(bl
 
 
 def shifted(array):
-    """The same numbers at an address that is no multiple of 16."""
     found = torch.cat([array.new_zeros(1), array.view(-1)])[1:].view(array.shape)
     assert found.data_ptr() % 16
     return found
@@ -148,7 +147,7 @@ def test_arrays_may_begin_at_any_address():
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=50))
 @example([1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 22, 23, 45, 46, 90, 91, 181, 182, 362, 363])
 def test_lengths_less_than_half_an_octave_apart_count_as_equal(lengths):
-    def octave(length):  # twice the logarithm, rounded down, in integers
+    def octave(length):
         return (max(length, 1) ** 2).bit_length()
 
     want = sorted(range(len(lengths)), key=lambda i: -octave(lengths[i]))
@@ -247,7 +246,7 @@ def chosen(scores, block=64):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [7, 70, 700])  # of four heads: few items, more, and more than one kernel sorts
+@pytest.mark.parametrize("rows", [7, 70, 700])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_the_gpu_plans_what_operations_plan(rows, kv_heads):
     scores = torch.rand(2, HEADS, rows, rows, generator=torch.Generator().manual_seed(rows))

@@ -44,7 +44,6 @@ kernel_check.main(*sys.argv[1:])
 
 @pytest.fixture
 def new_version(monkeypatch, tmp_path):
-    """A version of Triton without measurements or verdict."""
     monkeypatch.setattr(gate, "triton_version", lambda: (9, 9))
     monkeypatch.setattr(gate, "triton_release", lambda: "9.9.9")
     monkeypatch.setattr(dispatch, "_said", dispatch.BoundedDict(64))
@@ -56,7 +55,6 @@ def new_version(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch, new_version):
-    """The same on a stand-in for an H100. Yields the tried kernels."""
     tried, answers = [], {"": ("", True)}
     facts = {"triton": "9.9.9", "device": "NVIDIA H100", "sources": "abc"}
 
@@ -391,7 +389,6 @@ def test_the_assemblers_report_is_read(report, fault):
 
 @pytest.fixture
 def small(monkeypatch):
-    """What `kernel_check` runs, on short sequences and without a GPU."""
     monkeypatch.setattr(kernel_check, "_LENGTH", 300)
     monkeypatch.setattr(kernel_check, "_CUT_LENGTH", 512)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -521,7 +518,6 @@ def test_with_the_installed_versions_the_kernels_for_hopper_serve():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """CPU tensors take the kernels of a GPU."""
     monkeypatch.setattr(sys.modules["sparseflash.attention"], "chosen_backend", lambda *asked: ("triton", "a test"))
 
 

@@ -61,8 +61,6 @@ class Kernel:
 
 
 class Started:
-    """Stands in for a `Kernel` of `native.c` and for `start`."""
-
     def __init__(self, function, metadata, parameters, arguments, given):
         assert metadata is function.metadata
         made.append(self)
@@ -233,6 +231,33 @@ def test_all_arguments_may_be_given_at_each_start():
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("SIZE", {"SIZE": 16}),
+        ("x_ptr", {"x_ptr": torch.ones(2, 16)}),
+        ("x_ptr", {"x_ptr": None}),
+        ("x_ptr", {"x_ptr": torch.ones(64, dtype=torch.float16)[1:]}),
+        ("work_ptr", {"work_ptr": torch.ones(4)}),
+        ("scale", {"scale": 1}),
+    ],
+)
+def test_without_a_gpu_starts_that_would_be_specialised_apart_are_refused(name, other, monkeypatch):
+    """Started directly, the kernel would run as it was compiled for the first start."""
+    kernel, first = Kernel(), {"x_ptr": torch.ones(64, dtype=torch.float16), "work_ptr": None, "scale": 3, "SIZE": 8}
+    launch = Launch.of_all_arguments(kernel, torch.device("cpu"), num_warps=4, num_stages=2)
+    monkeypatch.setattr(Variant, "prepare", lambda *given: None)
+    monkeypatch.setattr(Variant, "launch", lambda *given: None)
+
+    def start(given):
+        launch.start(1, *(given.get(each, None) for each in kernel.arg_names))
+
+    start(first)
+    start(first | {"x_ptr": torch.zeros(48, dtype=torch.float16), "scale": 5})
+    with pytest.raises(RuntimeError, match=f"{name} of kernel must be alike in all starts of a launch; got .*at first"):
+        start(first | other)
+
+
 def test_what_is_compiled_before_its_launch_is_not_compiled_again():
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
     launch = launch_of(kernel).bind(1, work_ptr=x)
@@ -284,7 +309,7 @@ def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeyp
 
     run()
     calls.clear()
-    results[:] = [0, 201] if alone else [0, 0, 0, 201, 0]  # the last one first
+    results[:] = [0, 201] if alone else [0, 0, 0, 201, 0]
     run()
     # Without a context: the kernel once more; in a sequence, the second one and what follows.
     tried = [kernels.index(kernel) for kernel, _, _ in calls]

@@ -101,7 +101,6 @@ def test_a_call_that_is_wrong_says_so():
 
 
 def test_many_kernels_of_many_parameters_start_together():
-    """Their parameters are more than what lies on the stack."""
     driver, count = Driver(), 400
     driver.sizes = [8] * count
     values = tuple((8 * n, "q", n, -1, -1) for n in range(count))
@@ -139,7 +138,7 @@ def test_a_hundred_thousand_calls_keep_nothing():
     references, before = [sys.getrefcount(each) for each in (x, names, given_now, half)], resident_kib()
     run(100_000)
     assert [sys.getrefcount(each) for each in (x, names, given_now, half)] == references
-    assert resident_kib() - before < 2_000  # 20 bytes a call
+    assert resident_kib() - before < 2_000
 
 
 def test_threads_start_one_kernel_at_once_with_arguments_of_their_own():
@@ -195,7 +194,6 @@ def tensors(draw):
 
 
 def beside(x):
-    """The same layout, one element further in memory."""
     memory = torch.zeros(x.untyped_storage().nbytes() // x.element_size() + 1, dtype=x.dtype)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset() + 1)
 
@@ -254,7 +252,7 @@ def results(mask, change, device="cuda"):
         torch.randn(1, 4, 256, 64, generator=g).to(device, torch.bfloat16).requires_grad_(n < 3) for n in range(4)
     )
     found = []
-    for _ in range(3):  # prepared, bound, and all kernels together
+    for _ in range(3):
         out, lse = attention(q, k, v, mask, scores=change, return_lse=True)
         found.append([out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)])
     assert all(torch.equal(a, b) for later in found[1:] for a, b in zip(found[0], later, strict=True))

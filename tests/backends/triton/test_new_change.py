@@ -17,7 +17,6 @@ from tests.compiling.uninterpreted import python
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """As two lines of `kinds.py` would do it."""
     monkeypatch.setitem(kinds.KINDS, "learned_cap", LearnedCapKind)
     monkeypatch.setitem(kinds.HOPPER_KINDS, "learned_cap", LearnedCapOnHopper)
 

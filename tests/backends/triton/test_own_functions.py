@@ -22,7 +22,6 @@ def tensors(tokens=16, heads=2, dtype=torch.float32):
 
 
 def compare(change, *learned, mask=None, backend="triton"):
-    """Kernels must give what the blockwise backend does, with all gradients."""
     q, k, v = tensors()
     found = []
     for each in (backend, "blockwise"):

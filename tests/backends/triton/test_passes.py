@@ -37,15 +37,14 @@ def assert_right(q, k, v, mask):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("masked", [True, False])
 def test_one_mask_serves_tensors_that_differ_in_anything(masked, dtype):
-    """The second must not reuse the launch of the first."""
     mask = masks.causal(10, block=16) if masked else None
     q, k, v = (wide(tokens=10, seed=seed).to(dtype) for seed in range(3))
     for slices in [
         (q, k, v),
-        (q[..., :32], k[..., :32], v),  # the same strides, another head dim
+        (q[..., :32], k[..., :32], v),
         (q[..., :16], k[..., :16], v),
         (q[..., :32], k[..., :32], v[..., :16]),
-        (q, k[:, :2], v[:, :2]),  # the same strides, other groups
+        (q, k[:, :2], v[:, :2]),
         (q, k[:, :1], v[:, :1]),
         (q[:, :2], k[:, :2], v[:, :2]),
         (q[..., 4:36], k[..., 4:36], v),  # another alignment
@@ -82,7 +81,7 @@ def test_the_kernels_of_a_backward_are_compiled_beside_those_of_its_forward(chan
         out = attention(q, k, v, mask, scores=changes, dropout_p=dropout, seed=7, backend="triton")
         before = len(compiled)
         out.backward(torch.ones_like(out))
-    # The forward's kernel begins before the backward is planned, even alone. Nothing is left for the backward.
+    # The forward's kernel begins before the backward is planned, even alone.
     assert compiled == [({"forward_kernel"}, 1), ({"dq_kernel", "dk_dv_kernel"}, 2)] and before == 2
 
 
@@ -157,7 +156,6 @@ def test_descriptors_are_for_aligned_tensors_only():
 
 
 def test_examples_have_the_layout_of_what_the_kernels_read():
-    """They determine the compiled code."""
     for dtype in (torch.float16, torch.float32):
         for dim in (16, 18, 24):
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))

@@ -21,7 +21,6 @@ from tests.drawn.masks import block_masks
 
 
 def walked(side, heads, count):
-    """Live tiles of the work items: `{(batch element, head, tile row, member of the group): [(block, tile id)]}`."""
     found = {}
     for item in side.work.tolist():
         for member, (number, start, full, total, first_full, first_masked, first_tile, _) in enumerate(item):
@@ -150,7 +149,6 @@ def test_a_forward_alone_plans_no_columns():
 
 @given(block_masks(most_tokens=130, blocks=(16, 32), batch=2, heads=4), st.sampled_from([1, 2, 4]))
 def test_a_mask_from_the_host_is_planned_there_with_the_same_result(mask, kv_heads):
-    """As `mask.to("cuda")` leaves it."""
     moved = BlockMask(*mask._numbers(), *(None if x is None else x.clone() for x in mask._arrays()))
     mask_cache(moved.indices)["host"] = mask._padded(None)
     for axis in (0, 1):
@@ -228,4 +226,4 @@ def test_tiles_of_32_are_walked_by_as_many_warps_as_took_least_on_an_h100(kernel
     assert config_for(kernel, architecture_of((9, 0)), "half", dim, (32, 32), True).num_warps == warps
     assert config_for(kernel, architecture_of((9, 0)), "half", dim, (64, 64), True).num_warps == 4
     fp32 = config_for(kernel, architecture_of((9, 0)), "fp32", dim, (32, 32), False)
-    assert fp32.num_warps == 4  # pieces want many registers
+    assert fp32.num_warps == 4

@@ -92,7 +92,6 @@ def anew():
 
 
 def planned():
-    """Counts the passes that are looked up: none for a repeat."""
     return mock.patch.object(prepared_call, "setting_of", wraps=prepared_call.setting_of)
 
 
@@ -163,7 +162,6 @@ def test_what_launches_depend_on_is_in_the_key(other):
         results(*drawn(**BASE, seed=1, learned=False), mask, tensors, mode="no_grad")
         assert plans.call_count == 0
         results(*drawn(**(BASE | other)), mask, tensors, mode="no_grad")
-        # Buckets are data.
         assert plans.call_count == (0 if other == {"kind": "clipped"} else 1)
 
 

@@ -29,7 +29,6 @@ def fresh(mask):
 
 
 def block_counts(side):
-    """The tiles of each program of a side, and without cuts."""
     sizes, whole = side.work[..., 3].sum(1).tolist(), {}
     for number, size in zip(side.work[:, 0, 0].tolist(), sizes):
         whole[number] = whole.get(number, 0) + size
@@ -37,7 +36,6 @@ def block_counts(side):
 
 
 def makespan(sizes, slots=264):
-    """The tiles of the busiest slot, if an idle slot takes the longest remaining item."""
     busy = [0] * slots
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(busy, busy[0] + size)
@@ -147,7 +145,6 @@ def test_chunks_are_neither_too_long_nor_too_many(sizes, slots, fewest):
 
 
 def lists_of(side, pieces):
-    """`{(number, member of the group): [(block, tile id)]}`."""
     found = {}
     for item in sorted(pieces, key=lambda item: item[0][7]):
         for member, (number, start, full, count, first_full, first_masked, first_tile, _) in enumerate(item):
@@ -263,7 +260,6 @@ def launches_noted():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_all_passes_are_exact_in_chunks(dtype):
-    """Full and partial tiles, a ragged end, empty rows, padding and grouped heads."""
     with chunks_of(64), launches_noted() as names:
         check(spread_out(16, dtype, **FP32_SIZES), "triton")
     merges = [name for name in names if name.startswith("combine")]

@@ -33,7 +33,6 @@ def retiled(mask):
 
 
 def entries(lists, row):
-    """`[(numbers of the streamed tokens, words or None if full)]` of one row."""
     _, streamed, gathered = lists.tiling
     first, full, count = (int(x[row]) for x in (lists.start, lists.full, lists.count))
     blocks = lists.index.view(len(lists.tile), -1)
@@ -47,7 +46,6 @@ def entries(lists, row):
 
 
 def dense_of(lists, axis, patterns_, q_len, k_len):
-    """`[P, q_len, k_len]`; each score at most once."""
     held, streamed, _ = lists.tiling
     shape = (held, streamed) if axis == 0 else (streamed, held)
     words = lists.words.view(-1, shape[0], bitmask.words_per_row(shape[1]))
@@ -101,7 +99,6 @@ def test_the_blocks_of_both_parts_of_a_gathered_list_increase(mask, axis):
 
 
 def test_gathered_tiles_are_full_where_enough_blocks_are():
-    """Seven full blocks and two partial ones."""
     live = torch.zeros(16, 16 * 12, dtype=torch.bool)
     for block in (0, 2, 3, 5, 7, 9, 11):
         live[:, 16 * block : 16 * block + 16] = True
@@ -310,7 +307,6 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, data):
 
 
 def strewn(dtype, block, lengths, dropout_p=0.0):
-    """Full, partial and dead tiles, empty rows and columns, a ragged end, grouped heads."""
     arguments = {"q_len": 70, "k_len": 70, "block": (block, block), "heads": [[0, 1]], "holes": "both", "seed": 3,
                  "patterns": [["full", "random", "dead", "lower"], ["dead", "full", "full", "random"]]}  # fmt: skip
     return Problem(
@@ -376,7 +372,7 @@ def test_what_a_query_does_not_see_does_not_reach_it_from_a_block_that_is_missin
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(600)  # about 40 kernels are compiled
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", [None, *WAYS])
 @pytest.mark.parametrize(
     ("arithmetic", "dim"),

@@ -8,7 +8,6 @@ from experiments.benchmarks.speed.peers import flashinfer
 
 
 def attend(q, k, v, *, causal):
-    """Attention of one row of a plan: q [n, H, D] and k, v [m, Hkv, D]; if causal, the last query has all keys."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     live = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)

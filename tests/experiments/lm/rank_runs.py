@@ -15,7 +15,6 @@ from experiments.training.sharding import whole
 from tests.experiments.lm.models import tiny
 from tests.processes.rank_runs import refused, waiting_threads
 
-# Each with its own path through the model.
 KINDS = {
     "plain": {"pattern": "local|butterfly", "log_every": 1, "steps": 6},
     "divided": {"sharding": "fsdp", "pattern": "local,dense", "recompute": True, "steps": 4},

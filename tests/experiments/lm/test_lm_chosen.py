@@ -1,5 +1,3 @@
-"""Blocks chosen at every step: the choice as in the paper, no look ahead, and runs with such layers."""
-
 import pytest
 import torch
 
@@ -19,7 +17,6 @@ def random(*shape, seed=0):
 
 
 def plain(q, k, v, block, chosen):
-    """Query by query, in fp64; also the number of live scores."""
     q, k, v = (x.double() for x in (q, k, v))
     out, live = torch.zeros_like(q), 0
     for b, h, place in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
@@ -94,7 +91,7 @@ def test_an_indexer_is_taught_and_the_loss_is_that_of_the_text(positions):
     for name, parameter in dense.named_parameters():
         torch.testing.assert_close(others[name].grad, parameter.grad, atol=1e-5, rtol=1e-3)
     model.eval()
-    model(IDS[:, :-1], IDS[:, 1:]).backward()  # no loss of a training step is left
+    model(IDS[:, :-1], IDS[:, 1:]).backward()
 
 
 @pytest.mark.parametrize("pattern", ["msa", "nsa"])
@@ -108,7 +105,7 @@ def test_a_dense_model_is_continued_with_chosen_blocks(tmp_path, pattern):
     assert all(torch.equal(own[name], tensor) for name, tensor in before.state_dict().items())
     assert {name.split(".")[2] for name in own.keys() - before.state_dict().keys()} == {"choosing"}
     ids = IDS % 257
-    if pattern == "msa":  # all blocks are chosen
+    if pattern == "msa":
         run.model.eval()
         torch.testing.assert_close(run.model.scores(ids[:, :64], 63), before.scores(ids[:, :64], 63))
     metrics = run.train()

@@ -164,9 +164,9 @@ def test_a_session_that_is_over_does_not_begin_the_next_run(store, tmp_path):
     def train(pause):
         return compare.train_all(configs, store, tmp_path, pause, {}, Console(quiet=True))
 
-    assert not train(lambda step: step == 0)  # the deadline passes while the first run is validated at its end
+    assert not train(lambda step: step == 0)
     assert (tmp_path / "a" / "metrics.json").is_file() and not (tmp_path / "b").exists()
-    assert train(lambda step: step == 0)  # the first run of a session makes at least one step
+    assert train(lambda step: step == 0)
 
 
 def test_the_settings_of_a_case_are_its_own_whatever_else_is_chosen():

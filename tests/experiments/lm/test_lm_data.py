@@ -97,7 +97,7 @@ def test_an_epoch_has_every_sequence_once_and_processes_share_each_batch():
     shares = [Packing(part, 10, 20, 3, slice(rank, None, 2)).numbers(7) for rank in range(2)]
     assert sorted(np.concatenate(shares)) == sorted(whole.numbers(7))
     rows = whole.rows(np.array([0, 4]))
-    assert rows[1].tolist() == list(range(40, 51))  # and the first token of the next sequence
+    assert rows[1].tolist() == list(range(40, 51))
 
 
 def test_documents_of_a_sequence_are_cut_at_its_ends():
@@ -140,7 +140,6 @@ def test_what_is_missing_is_said_with_its_remedy(tmp_path, monkeypatch):
 
 
 def packages_of(folder, version):
-    """Three packages of two files each, and one that is a file."""
     for name in ("alpha", "beta", "gamma"):
         for file in ("b.py", "inner/a.py"):
             path = folder / name / file

@@ -65,7 +65,6 @@ def test_layers_that_are_computed_again_have_the_same_bits_and_keep_their_inputs
     assert torch.equal(again, loss) and torch.equal(found, expected)
 
     def kept(**more):
-        """The features of each token kept for each layer by the forward."""
         counts = []
         for depth in (1, 3):
             tensors = {}

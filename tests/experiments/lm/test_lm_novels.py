@@ -1,5 +1,3 @@
-"""Whole novels: parts by author, the packed form, the test on other authors, and the probe of the far context."""
-
 import io
 import json
 import tarfile
@@ -69,7 +67,7 @@ def test_no_author_is_in_two_parts_and_every_novel_is_one_document(corpus):
     assert authors["train"] == set(AUTHORS) - authors["test"] - authors["val"]
     for name, part in (("train", store.train), ("val", store.val), ("test", store.test)):
         wanted = sorted(text_of(author, title) for author in authors[name] for title in ("First", "Second"))
-        assert sorted(documents_of(part, store.tokenizer)) == wanted  # whole, in either encoding
+        assert sorted(documents_of(part, store.tokenizer)) == wanted
     assert store.about["documents"]["test"] == 8
 
 
@@ -171,7 +169,7 @@ def test_a_name_counts_when_exactly_one_occurrence_of_its_document_is_in_the_con
     part = Part(np.arange(100), np.array([0, 40, 100]))
     words = [Word(place, (7, 8)) for place in (2, 30, 45, 60, 99)]
     found = [(each.first.begin, each.second) for each in probe.repeated(part, words, 28)]
-    assert found == [(45, 60)]  # 2 is too far from 30, which is in another document than 45; 60 is too far from 99
+    assert found == [(45, 60)]
     found = [(each.first.begin, each.second) for each in probe.repeated(part, words, 29)]
     assert found == [(2, 30), (45, 60)]
 
@@ -180,7 +178,7 @@ def test_the_control_of_a_name_has_another_name_in_its_first_place():
     part = Part(np.arange(1000), np.array([0, 1000]))
     one, other = Repeated(Word(100, (100, 101, 102)), 300), Repeated(Word(500, (500, 501, 502)), 700)
     tokens, control, first, end = probe.with_name(part, one, [one, other], 256, np.random.default_rng(0))
-    assert len(tokens) == 257 == end and first == 257 - 2  # the second and third token of the name
+    assert len(tokens) == 257 == end and first == 257 - 2
     assert tokens[-1] == 302
     place = 100 - (303 - 257)
     assert tokens[place : place + 3].tolist() == [100, 101, 102]

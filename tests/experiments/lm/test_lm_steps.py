@@ -58,7 +58,7 @@ def test_steps_in_parts_have_the_bits_of_their_definition(monkeypatch, recorded,
     steps.prepare(Batch(found[2]))
     assert [steps(Batch(ids), LR).loss.item() for ids in found] == losses_by_hand(model, found, part)
     assert same_weights(model, other)
-    assert not recorded or len(steps.full_parts.captured) == graphs  # none for a smaller last part
+    assert not recorded or len(steps.full_parts.captured) == graphs
 
 
 def test_every_size_and_every_attention_has_a_graph_of_its_own(monkeypatch):
@@ -71,7 +71,7 @@ def test_every_size_and_every_attention_has_a_graph_of_its_own(monkeypatch):
         model.attentions = other.attentions = attentions
         assert torch.equal(plain(Batch(ids), LR).loss, recorded(Batch(ids), LR).loss)
     assert same_weights(model, other)
-    assert len(recorded.full_parts.captured) == 6  # two each; a part of six weighs less
+    assert len(recorded.full_parts.captured) == 6
 
 
 @pytest.mark.parametrize("more", [{}, {"recompute": True}, {"positions": "learned"}])

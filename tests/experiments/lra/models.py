@@ -5,10 +5,19 @@ from experiments.lra.config import Config
 from experiments.lra.data.batches import Batch
 from experiments.lra.data.examples import Examples
 from experiments.lra.losses import objective_of
+from experiments.lra.model.build import build_model
+from experiments.lra.model.classifier import Classifier
+from experiments.lra.tasks import TASKS
 from experiments.training import steps
+from sparseflash import BlockMask
 
 SMALL = Config(block=16, depth=2, width=32, heads=2, mlp=32, dropout=0.0, lr=3e-3, clip=1.0)
 CPU = torch.device("cpu")
+
+
+def model_with(mask: BlockMask, **changes) -> Classifier:
+    config = Config(**{**vars(SMALL), **changes})
+    return build_model(config, TASKS[config.task], mask)
 
 
 def fake_batch(rows: int = 6, length: int = 48, seed: int = 0) -> Batch:

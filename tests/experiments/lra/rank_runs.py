@@ -1,7 +1,4 @@
-"""Runs of experiments.lra in several processes, for its tests.
-
-Each process writes <out>/process<rank>.json and its last weights, <out>/process<rank>.pt.
-"""
+"""Runs of experiments.lra in several processes, for its tests."""
 
 import json
 from dataclasses import replace
@@ -30,7 +27,6 @@ SHARED = replace(
     TINY, depth=2, width=32, heads=2, mlp=32, max_tokens=60, pool="mean+max", warmup=5, steps=30, eval_every=15,
     log_every=1,
 )  # fmt: skip
-# Each with its own path through the model.
 KINDS = {
     "nested": replace(SHARED, positions="nested", pool="cls", mask="local", steps=6, eval_every=6),
     "denoised": replace(SHARED, positions="rotary", objective="denoise", mask="dense", steps=6, eval_every=6),
@@ -97,7 +93,6 @@ def first_gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def kept_weights(run: Run) -> list[int]:
-    """How many weights the next attention's dropout would keep, of 48, for some queries."""
     with torch.random.fork_rng():
         plan = distributed.shard(masks.dense(48, block=16), run.ranks.mesh["cp"])
         zeros = plan.scatter(torch.zeros(1, 1, 48, 16))

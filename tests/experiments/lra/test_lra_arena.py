@@ -1,5 +1,3 @@
-"""The arena's rows: the order of the runs, what a later call goes on with, and the table."""
-
 import json
 import re
 import time
@@ -71,7 +69,7 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
     assert "All runs are complete." in result.output
     assert all(path.stat().st_mtime_ns == when for path, when in first.items())
     assert len(list((tmp_path / "out").rglob("metrics.json"))) == 8
-    assert not list((tmp_path / "out").rglob("checkpoint-*"))  # a result is small
+    assert not list((tmp_path / "out").rglob("checkpoint-*"))
     (line,) = re.findall(r"\| image \| local \| ([\d.]+) ([\d.]+) \| ([\d.]+) ± ([\d.]+) \|.*", result.output)
     one, two, mean, deviation = map(float, line)
     assert mean == pytest.approx((one + two) / 2, abs=0.11)
@@ -183,7 +181,7 @@ def test_pretraining_comes_before_each_run_and_stands_in_the_table(data, tmp_pat
     assert (before["objective"], before["config"]["hidden"]) == ("denoise", 0.5)
     assert after["initial"]["steps"] == before["steps"] and after["initial"]["objective"] == "denoise"
     assert after["data"] == before["data"]
-    steps = before["steps"]  # three, or fewer on a busy machine
+    steps = before["steps"]
     assert re.search(rf"\| image \| local \| .* none \| denoise {steps} \|", result.output)
     again = command(data, tmp_path / "out", seeds="1", pretrain=0.01)
-    assert "step" not in again.output.partition("| task")[0]  # nothing is trained again
+    assert "step" not in again.output.partition("| task")[0]

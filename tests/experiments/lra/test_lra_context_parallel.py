@@ -100,7 +100,6 @@ def test_every_kind_of_model_trains_as_in_one_process(name, pair, folders, tmp_p
 
 
 def test_it_resumes_with_the_same_bits(pair):
-    """With dropout, which each process draws by itself."""
     for each in pair[0]:
         assert (each["resumed_at"], each["same_bits"]) == (3, True)
     assert pair[0][0]["random"] != pair[0][1]["random"]

@@ -63,7 +63,6 @@ def test_the_log_is_of_all_processes_together(pair, alone):
 
 
 def test_two_processes_resume_with_the_same_bits(pair):
-    """With dropout and a time limit."""
     seen, _ = pair
     for each in seen:
         assert (each["resumed_at"], each["same_bits"]) == (3, True)

@@ -53,7 +53,6 @@ def check_groups(found):
 
 
 def test_answers_are_in_the_order_of_the_examples(run, folder):
-    """Examples are tested the shortest first; the groups of a report are in the order of the file."""
     made, _ = run
     test = load("listops", folder).test
     lengths = (test.ends - test.begins)[:, 0]

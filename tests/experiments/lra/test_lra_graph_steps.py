@@ -37,7 +37,6 @@ def batch_of(*lengths, seed=0):
     return collate(Examples(symbols, edges[:-1, None], edges[1:, None], labels, shift=0), rows, SHAPE)
 
 
-# Four shapes, and two kinds of one. The last two have the shapes of the first two.
 BATCHES = (
     batch_of(20, 40), batch_of(60, 5), batch_of(9, 3), batch_of(31, 22), batch_of(47, 47),
     batch_of(38, 2, seed=1), batch_of(49, 55, seed=1),
@@ -52,7 +51,7 @@ def steps_and_model(device, config=CONFIG, *, recorded=False):
 def test_batches_of_a_shape_share_a_graph():
     shapes = [shape_of(batch) for batch in BATCHES]
     assert [shape.ids[1] for shape in shapes] == [48, 64, 16, 32, 48, 48, 64]
-    assert len(set(shapes)) == 5  # full rows need no mask of padding in SDPA
+    assert len(set(shapes)) == 5
 
 
 def test_places_that_are_not_asked_for_are_in_no_loss():
@@ -123,7 +122,7 @@ def test_recorded_steps_are_those_of_the_host(attention, compiled):
         expected, found = plain(batch, 1e-3), steps(batch, 1e-3)
         assert float(found.loss) == pytest.approx(float(expected.loss), abs=2e-3)
         assert abs(int(found.right) - int(expected.right)) <= 1
-    assert len(steps.captured) == 5  # one of them, the longest, came first
+    assert len(steps.captured) == 5
     for one, other in zip(first.parameters(), second.parameters()):
         assert torch.allclose(one, other, atol=5e-3)
 

@@ -1,5 +1,3 @@
-"""Models without attention: what bags see, what the network learns, and how a stored figure is found again."""
-
 import json
 
 import numpy as np
@@ -21,7 +19,6 @@ CPU = torch.device("cpu")
 
 
 def data_of(task, rows, folder):
-    """The same rows for training, validation and testing, shifted."""
     splits = [in_memory(rows(seed), shift=1) for seed in range(3)]
     return Data(TASKS[task], folder, f"{task} for tests", False, *splits)
 
@@ -43,7 +40,6 @@ def by_letter(seed, count=300):
 
 
 def pairs(seed, count=300):
-    """Label 1 has two sequences of one letter."""
     random = np.random.default_rng(seed)
     for i in range(count):
         one, other = random.choice(26, 2, replace=False) + 97
@@ -60,7 +56,7 @@ def test_a_bag_sees_single_tokens_and_pairs(tmp_path):
     found = fitted(data_of("text", by_letter, tmp_path), 1, most=200)
     assert found.accuracy > 0.98
     assert (found.examples, found.parameters) == (200, 257)
-    assert found.validation > 0.95  # of both classes, though they alternate
+    assert found.validation > 0.95
     assert fitted(data_of("books-matching", pairs, tmp_path), 1).accuracy > 0.98
 
 
@@ -68,8 +64,8 @@ def test_equal_runs_have_equal_columns():
     found = keys(np.frombuffer(b"abcabc", np.uint8), 3, 2**18)
     assert len(found) == 6 + 5 + 4
     assert found[:3].tolist() == found[3:6].tolist()
-    assert found[6:8].tolist() == found[9:11].tolist()  # ab, bc
-    assert found[11] == found[14]  # abc
+    assert found[6:8].tolist() == found[9:11].tolist()
+    assert found[11] == found[14]
     assert len(set(found.tolist())) == 9
     assert found.min() >= 0 and found.max() < 2**18
 
@@ -94,7 +90,7 @@ def test_the_network_learns_an_image(tmp_path):
         random = np.random.default_rng(seed)
         for i in range(100):
             picture = random.integers(0, 50, (32, 32), np.uint8)
-            picture[:, 3 * (i % 10) : 3 * (i % 10) + 3] += 100  # the place of a bar is the class
+            picture[:, 3 * (i % 10) : 3 * (i % 10) + 3] += 100
             yield i % 10, (picture.tobytes(),)
 
     assert trained(data_of("image", rows, tmp_path), Length(steps=60), 0, CPU).accuracy > 0.9
@@ -114,7 +110,7 @@ def test_a_stored_figure_stands_beside_results_on_the_same_splits_alone(tmp_path
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     names = [line["name"] for line in lines[1:]]
     assert names == ["lra/text/accuracy/no-attention/bag-of-tokens", "lra/text/accuracy/no-attention/small-cnn"]
-    assert str(tmp_path) not in record.read_text()  # no path of a machine
+    assert str(tmp_path) not in record.read_text()
     cnn = lines[2]
     assert cnn["value"] == pytest.approx(np.mean(cnn["settings"]["runs"])) and cnn["seeds"] == 2
     monkeypatch.setattr(results.stored, "__defaults__", (tmp_path,))

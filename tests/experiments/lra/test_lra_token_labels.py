@@ -51,7 +51,6 @@ def batch_of(data, count=4, config=CONFIG, **more):
 
 
 def counts_by_image(path):
-    """Marker counts by pixel; NO_LABEL where it is black."""
     vectors = load_vectors(path)
     images, counts = render(vectors).reshape(COUNT, -1), marker_counts(vectors).reshape(COUNT, -1).astype(np.int64)
     return {image.tobytes(): np.where(image > 0, each, NO_LABEL) for image, each in zip(images, counts, strict=True)}
@@ -209,7 +208,7 @@ def test_listops_labels_are_the_values_of_all_expressions(tmp_path):
             operators += 1
     assert operators > 5 * len(data.train)
     assert (batch.token_labels[:, 0] == NO_LABEL).all()
-    assert batch.token_labels[:, 1].tolist() == batch.labels.tolist()  # the first operator's value is the answer
+    assert batch.token_labels[:, 1].tolist() == batch.labels.tolist()
     run = Run(replace(TINY, auxiliary=1.0, steps=2), data, tmp_path / "run")
     metrics = run.train()
     assert metrics["token_labels"] and run.log.of_kind("train")[-1]["auxiliary"] > 0

@@ -37,7 +37,6 @@ def inside(place, size):
 
 
 def dilated(picture, footprint):
-    """OpenCV's dilation."""
     return maximum_filter(picture, footprint=footprint, mode="constant", cval=-np.inf)
 
 
@@ -197,7 +196,6 @@ class Oracle:
         return 255 * image / image.max()
 
     def marker(self, place):
-        """A disc drawn at twice the resolution."""
         y, x = np.mgrid[: 2 * self.p.size, : 2 * self.p.size]
         inside = (y - 2 * place[0]) ** 2 + (x - 2 * place[1]) ** 2 <= (2 * self.p.marker_radius) ** 2
         drawing = Image.fromarray(inside.astype(np.float32))

@@ -6,8 +6,7 @@ from experiments.pathfinder.bits import OCCUPIED, gather, ones, pack, place_of, 
 
 
 def unpacked(words, size):
-    """bool [size, size]"""
-    bits = (words[:, :, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)  # [W, size, 64]
+    bits = (words[:, :, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     return bits.transpose(1, 0, 2).reshape(size, -1)[:, :size].astype(bool)
 
 

@@ -77,7 +77,7 @@ def test_a_file_is_seen_in_new_orders_turned_with_its_own_labels():
     originals = torch.from_numpy(render(vectors))
     labels = dict(enumerate(vectors.labels.tolist()))
     seen = []
-    for images, said in islice(repeated(vectors, 0, 4, CPU), 4):  # two times through it, one image left out each time
+    for images, said in islice(repeated(vectors, 0, 4, CPU), 4):
         for image, label in zip(images, said.tolist()):
             [number] = [
                 n for n in range(9) for way in range(8) if torch.equal(turned(originals[n : n + 1], way)[0], image)

@@ -37,7 +37,7 @@ def test_another_state_of_the_sources_has_another_cache(tmp_path, monkeypatch):
 
 def test_without_a_place_for_the_cache_functions_are_compiled_all_the_same(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file"))  # no folder can be made in it
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file"))
     assert cache_folder() is None
     function = compiled(double)
     assert function(21) == 42

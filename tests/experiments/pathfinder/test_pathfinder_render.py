@@ -93,5 +93,5 @@ def test_markers_are_on_the_snakes_that_the_label_says():
     images = render(vectors)
     for image, ends in zip(images, vectors.markers):
         for y, x in ends:
-            assert image[y, x] > 200  # the middle of a disc
+            assert image[y, x] > 200
             assert (image[y - 3 : y + 4, x - 3 : x + 4] > 180).all()

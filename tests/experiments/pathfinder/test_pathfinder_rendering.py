@@ -53,7 +53,7 @@ def test_the_plain_renderer_draws_what_the_generators_oracle_draws():
     parameters = lra(64, 6)
     vectors = collect(parameters, 4, [draw(parameters, 4, 0)])
     lines, _ = plain_layers(vectors, 0)
-    assert np.abs(lines - Oracle(parameters, 4, 0).image).max() < 1e-5  # which halves dashes in single precision
+    assert np.abs(lines - Oracle(parameters, 4, 0).image).max() < 1e-5
 
 
 def test_lanczos_is_the_filter_of_pillow_and_overshoots():

@@ -47,7 +47,7 @@ def test_integers_are_even(count):
     drawn = np.bincount([below(state, count) for _ in range(20_000)], minlength=count)
     expected = 20_000 / count
     excess = (((drawn - expected) ** 2 / expected).sum() - (count - 1)) / np.sqrt(2 * (count - 1))
-    assert abs(excess) < 4  # chi squared, in standard deviations
+    assert abs(excess) < 4
 
 
 def test_numbers_are_even_and_without_one_after_another():

@@ -29,7 +29,6 @@ def test_turning_weight_falls_from_straight_on_to_none():
     weights = turning_weight(np.float64(0), turns, 1.8)
     assert weights[0] == 1 and weights[1] == pytest.approx(np.cos(np.deg2rad(36)) ** 2)
     assert 0.0009 < weights[2] < 0.001 and weights[3:].max() < 1e-30
-    # across the seam of the angle: 10 degrees
     assert turning_weight(np.deg2rad(175), np.deg2rad(-175), 1.0) == pytest.approx(np.cos(np.deg2rad(10)) ** 2)
 
 

@@ -12,7 +12,6 @@ from experiments.pathfinder.shortcuts import Pairs, describe, evaluate, pairs, s
 from experiments.pathfinder.statistics import COLUMNS, Estimate, estimate, statistics
 from experiments.pathfinder.vectors import collect
 
-# By size and contour length: enough to see some percent.
 CELLS = {(32, 6): 1500, (32, 14): 400, (64, 6): 600, (128, 9): 400, (256, 14): 200}
 VECTORS = {}
 
@@ -51,8 +50,8 @@ def test_estimates_are_means_and_their_errors():
 def test_dashes_at_a_snakes_ends_point_along_it(size, contour):
     vectors = vectors_of(size, contour)
     directions = tip_directions(vectors)
-    step = np.stack([np.sin(directions), np.cos(directions)], axis=-1)  # [n, snake, end, 2]
-    places = vectors.places[vectors.targets].astype(int)  # [n, snake, dash, 2]
+    step = np.stack([np.sin(directions), np.cos(directions)], axis=-1)
+    places = vectors.places[vectors.targets].astype(int)
     from_first, from_last = places[:, :, 1] - places[:, :, 0], places[:, :, -2] - places[:, :, -1]
     assert (step[:, :, 0] * from_first).sum(-1).min() > 0
     assert (step[:, :, 1] * from_last).sum(-1).min() > 0

@@ -1,5 +1,3 @@
-"""Other strokes: their geometry against the description, their pixels against a slow drawing, their labels."""
-
 from itertools import pairwise
 
 import numpy as np
@@ -25,7 +23,6 @@ def points_of(dash):
 
 
 def curves_of(image: Stroked):
-    """The dashes of each curve in order, by the curve's number."""
     return {int(curve): image.dashes[image.dashes[:, 5] == curve] for curve in np.unique(image.dashes[:, 5])}
 
 
@@ -116,7 +113,7 @@ def test_pixels_are_those_of_a_slow_drawing(drawn):
         for dash in image.dashes:
             large = Image.new("L", (SIZE * FINER, SIZE * FINER))
             pen = ImageDraw.Draw(large)
-            points = (points_of(dash)[:, ::-1] + 0.5) * FINER  # x first; the middle of a pixel is at half
+            points = (points_of(dash)[:, ::-1] + 0.5) * FINER
             width = image.width * FINER
             if STYLES[name].curved:
                 for x, y in (points[0], points[-1], *points):

@@ -6,7 +6,7 @@ A path turns in the middle of a gap: a margin straight on, then a margin in the 
 import numpy as np
 from scipy.ndimage import label, uniform_filter
 
-LENGTH, FARTHEST, SHARPEST, BRIGHT = 5, 3.8, np.deg2rad(66), 120  # px, px, radians, levels
+LENGTH, FARTHEST, SHARPEST, BRIGHT = 5, 3.8, np.deg2rad(66), 120
 
 
 def discs(image):

@@ -17,7 +17,6 @@ def knights(y, x, other_y, other_x):
 
 
 def pairs_live(relation, y, x, other_y, other_x):
-    """The rules of relations.py, on whole numbers."""
     dy, dx, numbers = abs(y - other_y), abs(x - other_x), relation.numbers
     if relation.kind == "dense":
         return True
@@ -57,7 +56,6 @@ def expected(packed, relation, row=0):
 
 
 def in_stored_order(batch, layer):
-    """A layer's mask, `[N, N]` in stored order."""
     mask, name = batch.masks[layer], batch.layer_orders[layer]
     dense = mask.to_dense()[0, 0]
     if name == "hilbert":

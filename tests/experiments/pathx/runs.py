@@ -25,7 +25,6 @@ def tensors(run):
 
 
 def options(folder):
-    """TINY as options of the command line."""
     stages = folder / "stages.json"
     stages.write_text(json.dumps(as_dict(TINY)["curriculum"]))
     names = ("layers", "block", "width", "heads", "mlp", "dropout", "average", "auxiliary", "precision", "device",

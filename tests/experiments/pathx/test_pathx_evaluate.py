@@ -52,7 +52,7 @@ def test_a_test_result_is_that_of_the_images_in_their_order(finished, tests, str
     assert found.labels.tolist() == load_vectors(tests[1]).labels[:30].tolist()
     said = evaluation.result(found, tests[1])
     assert said["task"] == "LRA-parameter generated Pathfinder-32, contour length 9"
-    assert said["layers"] == "near:8,dense"  # the stage's layers
+    assert said["layers"] == "near:8,dense"
     assert said["images"] == 30
     assert "auxiliary" not in said
     with Stream(1) as other:
@@ -100,7 +100,7 @@ def test_the_command_adds_a_seed_to_a_record(finished, tests, monkeypatch, tmp_p
     record = tmp_path / "cpu.jsonl"
     words = ["evaluate", str(finished[0]), "--images=30", "--device=cpu", "--workers=0", f"--record={record}"]
     done = CliRunner().invoke(cli.app, words)
-    assert done.exit_code in (0, 1), done.output  # 1: another accuracy than the stored one
+    assert done.exit_code in (0, 1), done.output
     run, (accuracy, *_) = read(record)
     assert accuracy.settings["run_seeds"] == [run.seed] and f"{accuracy.value:.1f} %" in done.output
     assert "--record" not in run.command and run.command.startswith("python -m experiments.pathx")

@@ -47,7 +47,6 @@ def static(packed, images=9, blocks=30):
 
 
 def test_what_fills_up_the_tensors_changes_nothing():
-    """In fp64, whatever was in the tensors before."""
     inputs = static(PACKINGS[0])
     model = model_of().double()
     for packed in (*PACKINGS, PACKINGS[0]):

@@ -1,5 +1,3 @@
-"""The plot of accuracy over images: every stored run of a kind is in it, at the images that its log gives."""
-
 import json
 
 import pytest

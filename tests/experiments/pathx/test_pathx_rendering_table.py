@@ -31,8 +31,6 @@ def tests(tmp_path, monkeypatch):
 
 
 class Bright(torch.nn.Module):
-    """Says "connected" if an image is bright."""
-
     def forward(self, batch):
         levels = batch.ids.clamp(min=0).double()
         mean = torch.stack([levels[0].reshape(-1, batch.block)[blocks[blocks < len(levels[0]) // batch.block]].mean()

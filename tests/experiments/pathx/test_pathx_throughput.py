@@ -34,7 +34,7 @@ def test_the_costs_of_a_step_are_those_of_what_it_runs():
 
     found = costs_of(step, 3, torch.device("cpu"))
     calls = {cost.name: cost.calls for cost in found}
-    assert calls["aten::mm"] == 2 and calls["aten::exp"] == 1  # 1, 2 and 3 products
+    assert calls["aten::mm"] == 2 and calls["aten::exp"] == 1
     assert [cost.ms for cost in found] == sorted((cost.ms for cost in found), reverse=True)
     assert found[0].ms > 0
 

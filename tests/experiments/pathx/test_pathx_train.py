@@ -92,7 +92,6 @@ def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(whole, tmp_path):
-    """Killed after a checkpoint."""
     command = "-m", "experiments.pathx", "train", f"--out={tmp_path / 'run'}", "--workers=0"
     # Sums that are split among threads depend on their number.
     threads = torch.get_num_threads()
@@ -175,13 +174,13 @@ def test_a_run_is_saved_by_time_and_at_every_stages_end(stream, tmp_path, monkey
     monkeypatch.setattr(checkpoint, "save", save)
     config = replace(TINY, checkpoint_every=100, checkpoint_minutes=3 / 60)
     Run(config, tmp_path, stream).train()
-    assert saved == [(1, 0), (4, 0), (7, 0), (7, 1), (8, 1), (11, 1), (11, 2)]  # a stage's start takes long, too
+    assert saved == [(1, 0), (4, 0), (7, 0), (7, 1), (8, 1), (11, 1), (11, 2)]
 
 
 @pytest.mark.parametrize("every", [7, 100])
 def test_a_run_killed_after_a_stage_goes_on_with_the_next(whole, stream, tmp_path, every):
     def die(step):
-        if step == 8:  # the first stage has 7
+        if step == 8:
             raise RuntimeError("killed")
         return False
 
@@ -272,7 +271,6 @@ def test_another_run_begins_with_a_runs_weights(whole, stream, tmp_path):
 
 
 def seen(monkeypatch, config, folder, stream, **more):
-    """The seeds of the images, and the run."""
     seeds = []
 
     def making(recipe, step):

@@ -1,5 +1,3 @@
-"""What a choice by mean keys allows, against random keys."""
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from experiments.selection.limit import share_found
 def test_the_share_is_the_one_of_random_keys(dim, block, blocks, chosen):
     generator, trials = torch.Generator().manual_seed(0), 1500
     keys = torch.nn.functional.normalize(torch.randn(trials, blocks, block, dim, generator=generator), dim=-1)
-    products = (keys.mean(2) @ keys[:, 0, 0, :, None]).squeeze(2)  # the query is the first key of the first block
+    products = (keys.mean(2) @ keys[:, 0, 0, :, None]).squeeze(2)
     measured = ((products[:, 1:] > products[:, :1]).sum(1) < chosen).double().mean().item()
     assert share_found(dim, block, blocks, chosen) == pytest.approx(measured, abs=0.04)
 

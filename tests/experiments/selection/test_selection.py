@@ -95,7 +95,7 @@ def test_every_parameter_learns(way):
     task = Recall(128, 32, 128)
     model = RecallModel(task, SIZES, way)
     with torch.no_grad():
-        for parameter in model.parameters():  # layers that begin at zero pass no gradient on
+        for parameter in model.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
     logits, _ = model(task.batch(2, generator()))
     own = getattr(model.attention, "loss", None)
@@ -128,7 +128,7 @@ def test_queries_that_begin_like_keys_find_them_soon():
 
 @pytest.mark.parametrize("way", ["MoBA", "NSA", "VSA"])
 def test_what_queries_share_hides_the_right_blocks_from_means(way):
-    task, sizes = Recall(1024, 128, 1024), Sizes(1024, chosen=8)  # as many choices as blocks of queries
+    task, sizes = Recall(1024, 128, 1024), Sizes(1024, chosen=8)
     found = {}
     for marked in (True, False):
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ COMMANDS = {
     "lm tokens": ("experiments.lm.cli", "train --data {} --steps 1 --device cpu --out {}/out", "about.json"),
     "lm show": ("experiments.lm.cli", "show {}", "log.jsonl"),
     "lm bench": ("experiments.lm.cli", "show {} --out {}/a.png", "bench.json"),
-    "exactness": ("experiments.benchmarks.exactness.__main__", "drawn {}/records.jsonl", "records.jsonl"),
+    "exactness": ("experiments.benchmarks.exactness.__main__", "{}/records.jsonl", "records.jsonl"),
     "patterns": ("experiments.benchmarks.patterns.__main__", "table --only causal --results {}/rows.json", "rows.json"),
 }
 

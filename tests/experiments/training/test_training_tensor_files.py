@@ -159,9 +159,6 @@ def test_a_function_that_weights_name_is_run_only_if_the_user_names_it(tmp_path)
     assert sys.modules.pop("was_run")
 
 
-# Checkpoints
-
-
 class Saved:
     def __init__(self, folder, width=4):
         torch.manual_seed(0)
@@ -226,9 +223,6 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(name, tensor, 
     with pytest.raises(ValueError, match=said) as refused:
         saved.load()
     assert str(saved.folder) in str(refused.value) and "\n" not in str(refused.value)
-
-
-# Images as vectors
 
 
 @pytest.mark.parametrize(

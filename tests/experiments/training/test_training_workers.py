@@ -10,7 +10,6 @@ from experiments.training.workers import THREADS, available_cores, worker_pool
 
 
 def threads_of_libraries() -> tuple[int, int]:
-    """Threads besides Python's after NumPy has multiplied, and those that PyTorch would use."""
     square = np.ones((600, 600))
     assert (square @ square)[0, 0] == 600
     return len(os.listdir("/proc/self/task")) - threading.active_count(), torch.get_num_threads()

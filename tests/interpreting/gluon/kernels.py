@@ -92,7 +92,6 @@ def _compiled(source, path):
 
 
 def _is_of_host(node):
-    """Whether a part of a module is not for Gluon."""
     if isinstance(node, ast.FunctionDef):
         return not any("gluon." in ast.unparse(each) for each in node.decorator_list)
     if isinstance(node, (ast.Assign, ast.AnnAssign)):

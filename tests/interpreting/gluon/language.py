@@ -154,13 +154,11 @@ class Copies:
         self.world.pause()
 
     def wait_until_read(self, pending):
-        """Until all but `pending` sources may be overwritten; others see the numbers later."""
         stores = self.world.me().stores
         while len(stores) > pending:
             stores.pop(0)()
 
     def wait_until_seen(self):
-        """Until others see what was sent, in any order."""
         self.wait_until_read(0)
         unseen = self.world.me().unseen
         while unseen:
@@ -224,15 +222,11 @@ class Products:
 
 
 class Assembly:
-    """Inline PTX; unknown text is an error."""
-
-    # The interpreter has one memory for all threads.
     UNCHANGED = (
         "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;",
         "mov.b32 $0, $1;",
         "fence.acq_rel.gpu; mov.b32 $0, $1;",
     )
-    # From a pair of bf16 or fp16 to two numbers of fp32.
     UNPACKING = (
         "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
         "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",

@@ -19,11 +19,7 @@ class _Stopped(BaseException):
 
 
 class Actor:
-    """A partition of a program.
-
-    `products`, `stores`: operations not waited for. `unseen`: writes to global memory that others cannot see yet.
-    `read`: the last volatile load.
-    """
+    """`products`, `stores`: operations not waited for."""
 
     def __init__(self, world, run, program, programs):
         self.world, self.program, self.programs = world, program, programs
@@ -67,8 +63,6 @@ class Copy:
 
 
 class World:
-    """A launch. `fenced`: the `unfenced` of every shared allocation."""
-
     def __init__(self, draw, threads):
         self.draw, self.threads = draw, threads
         self.actors, self.copies, self.fenced = [], [], []
@@ -93,7 +87,7 @@ class World:
                     actor.turn.release()
 
     def go_on(self, me=None):
-        """Draws whose turn is next; returns whether it is mine. A drawn copy arrives."""
+        """Draws whose turn is next; returns whether it is mine."""
         while not all(actor.done for actor in self.actors):
             choices = [a for a in self.actors if not a.done and a.ready()] + self.copies
             if not choices:
@@ -114,11 +108,9 @@ class World:
             self.ended.release()
 
     def speed(self):
-        """Some actors run far ahead, and some copies take long."""
         return 10.0 ** self.draw.uniform(-1.5, 1.5)
 
     def pause(self, ready=lambda: True):
-        """Lets others run, and goes on when `ready()`."""
         actor = self.me()
         actor.ready = ready
         if self.go_on(actor):
@@ -133,7 +125,6 @@ class World:
 
 
 def _taken_lock():
-    """A lock that another thread may release."""
     lock = threading.Lock()
     lock.acquire()
     return lock

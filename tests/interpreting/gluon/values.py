@@ -5,8 +5,6 @@ import torch
 
 
 class Block:
-    """A tensor in registers. Operators are PyTorch's, on blocks and on plain numbers."""
-
     def __init__(self, value):
         self.value = value
         self.type = SimpleNamespace(layout=None)
@@ -114,10 +112,7 @@ class Descriptor:
 
 
 class Shared:
-    """Shared memory, or a view of it.
-
-    `unfenced`: the threads with stores that are not fenced. Matrix instructions and copies must not overtake them.
-    """
+    """`unfenced`: the threads with unfenced stores, which matrix instructions and copies must not overtake."""
 
     def __init__(self, value, unfenced):
         self.value, self.dtype, self.shape = value, value.dtype, value.shape

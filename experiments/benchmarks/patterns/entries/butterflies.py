@@ -13,7 +13,6 @@ def one_bit(x: Tensor) -> Tensor:
 
 
 def one_digit(i: Tensor, j: Tensor, radix: int, count: int) -> Tensor:
-    """Whether numbers below `count` differ in at most one digit."""
     found, stride = i == j, 1
     while stride < count:
         found = found | ((i // (stride * radix) == j // (stride * radix)) & (i % stride == j % stride))
@@ -22,7 +21,6 @@ def one_digit(i: Tensor, j: Tensor, radix: int, count: int) -> Tensor:
 
 
 def multiple_of_power(distance: Tensor, radix: int, count: int) -> Tensor:
-    """Whether a distance is 0, or a power of the radix times a number from 1 to radix - 1."""
     found, stride = distance == 0, 1
     while stride < count:
         found = found | ((distance % stride == 0) & (distance >= 0) & (distance < stride * radix))
@@ -36,7 +34,6 @@ def every_layer(tokens: int, block: int, causal: bool) -> list[BlockMask]:
 
 
 def of_image(q: Tensor, k: Tensor, tokens: int, across: int) -> Tensor:
-    """For cells of `across` pixels in a row."""
     width = sides(tokens)[1]
     return one_bit((q // width) ^ (k // width)) & one_bit((q % width // across) ^ (k % width // across))
 

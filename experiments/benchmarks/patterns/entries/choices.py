@@ -16,7 +16,6 @@ GROUP = "chosen from data, seeded here"
 
 @lru_cache(maxsize=1)  # so that building again times only the choice
 def queries_and_keys(tokens: int) -> tuple[Tensor, Tensor]:
-    """`[1, 1, N, 32]`, interpolated between random vectors every 64 tokens."""
     generator = torch.Generator().manual_seed(0)
     shared, own = torch.randn(2, 1, 32, max(2, tokens // 64), generator=generator)
     q, k = (
@@ -28,7 +27,6 @@ def queries_and_keys(tokens: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=1)
 def drawn_keys(tokens: int) -> Tensor:
-    """`[N, 16]`: 16 keys drawn for each 16 queries."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(tokens, (-(-tokens // 16), 16), generator=generator).repeat_interleave(16, 0)[:tokens]
 
@@ -38,7 +36,6 @@ def scored(tokens: int, block: int) -> Tensor:
 
 
 def runs(tokens: int, span: int) -> Tensor:
-    """MoBA's scores `[1, 1, N, N / span]` of each query with the mean of each run of keys."""
     q, k = queries_and_keys(tokens)
     scores = q @ k.unflatten(2, (-1, span)).mean(3).transpose(2, 3)
     return scores.scatter(3, (torch.arange(tokens, device=q.device) // span)[None, None, :, None], torch.inf)

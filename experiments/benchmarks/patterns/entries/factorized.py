@@ -13,13 +13,11 @@ CHUNK = 4  # blocks
 
 
 def of_chunks(h: Tensor, q: Tensor, k: Tensor, *, summary: int, verts: int) -> Tensor:
-    """The query's own chunk and a part of every chunk, which differs from head to head."""
     end = STRIDE - h % verts * summary
     return (k <= q) & ((q // STRIDE == k // STRIDE) | ((k % STRIDE >= end - summary) & (k % STRIDE < end)))
 
 
 def far_cell(i: Tensor, j: Tensor, count: int) -> Tensor:
-    """Whether block j is near block i, or the last block of a cell in its far field."""
     found, level = (i - j).abs() <= 1, 0
     while count >> level:
         apart = ((i >> level) - (j >> level)).abs() >= 2

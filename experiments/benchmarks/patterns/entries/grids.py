@@ -38,8 +38,6 @@ def on_grid(
 
 
 def shifted(window: int) -> Axis:
-    """NATTEN's window, which moves inwards at an edge."""
-
     def axis(x: Tensor, y: Tensor, side: int) -> Tensor:
         start = (x - window // 2).clamp(0, side - window)
         return (y >= start) & (y < start + window)
@@ -48,8 +46,6 @@ def shifted(window: int) -> Axis:
 
 
 def in_groups(window: int, stride: int) -> Axis:
-    """The window that a group of queries shares, around its leader."""
-
     def axis(x: Tensor, y: Tensor, side: int) -> Tensor:
         leader = (x // stride * stride + stride // 2).clamp(max=side - 1)
         return shifted(window)(leader, y, side)
@@ -58,8 +54,6 @@ def in_groups(window: int, stride: int) -> Axis:
 
 
 def with_gaps(window: int, dilation: int) -> Axis:
-    """The window on every `dilation`-th token."""
-
     def axis(x: Tensor, y: Tensor, side: int) -> Tensor:
         near = shifted(window)(x // dilation, y // dilation, side // dilation)
         return near & (x % dilation == y % dilation)

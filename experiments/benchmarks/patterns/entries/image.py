@@ -40,7 +40,6 @@ def places_in_tiles(x: Tensor, shape: Sequence[int], tile: Sequence[int]) -> lis
 
 
 def places_on_curve(x: Tensor, shape: tuple[int, int]) -> list[Tensor]:
-    """On an image at most twice as wide as it is high."""
     row, column = x * 0, x * 0
     for bit in range(_bits(shape[1])):
         column = column | (x >> 2 * bit & 1) << bit

@@ -43,7 +43,6 @@ def runner_of(name: str, case: Case, live: Pattern, inputs: Inputs) -> Runner:
 
 
 def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
-    """Names with commas; "none" stands for none. Raises ValueError for unknown names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
     if unknown := [name for name in names if name not in offered]:
         raise ValueError(f"--peers must be from {', '.join(offered)}; got {', '.join(unknown)}.")

@@ -26,7 +26,6 @@ class Package(NamedTuple):
 
 
 def load() -> Package:
-    """Raises Unavailable if it cannot be imported."""
     try:
         from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
     except ImportError as failure:

@@ -26,7 +26,6 @@ class Package(NamedTuple):
 
 
 def load() -> Package:
-    """Raises Unavailable if it cannot be imported."""
     try:
         from cutlass import cute
         from flash_attn.cute import flash_attn_func
@@ -37,8 +36,6 @@ def load() -> Package:
 
 
 def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
-    """The rule with FA4's arguments, compiled into its kernel."""
-
     @package.cute.jit  # type: ignore[untyped-decorator]
     def live(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
         return rule(batch, head, q_idx, kv_idx)
@@ -60,7 +57,6 @@ def small_blocks(pattern: Pattern) -> tuple[BlockSparseTensors, BlockSparseTenso
 
 
 def _cut(indices: Tensor, counts: Tensor) -> Tensor:
-    """As long as the longest."""
     return indices[..., : max(1, int(counts.max()))].contiguous()
 
 
@@ -94,7 +90,6 @@ def _of_lists(
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The default, which adds gradients in any order."""
     return _runner(case, pattern, inputs)
 
 
@@ -123,6 +118,5 @@ def _runner(case: Case, pattern: Pattern, inputs: Inputs, **given: Any) -> Runne
 
 
 def sequences(lengths: list[int], device: torch.device) -> dict[str, Tensor]:
-    """The bounds of packed sequences, as `flash_attn_varlen_func` takes them."""
     ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
     return {"cu_seqlens_q": ends, "cu_seqlens_k": ends}

@@ -24,7 +24,6 @@ class Package(NamedTuple):
 
 
 def load() -> Package:
-    """Raises Unavailable if it cannot be imported."""
     try:
         import flashinfer
     except ImportError as failure:
@@ -39,7 +38,7 @@ def _workspace(device: torch.device) -> Tensor:
 def masks_of_heads(
     mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, backend: str = "auto"
 ) -> Callable[[], Tensor]:
-    """A mask for each head of keys. The wrapper copies q and the output into and out of its own order.
+    """The wrapper copies q and the output into and out of its own order.
 
     With `causal` its kernels align the queries of a row with the last keys that the row lists: the row's own block, as
     blocks are in order.
@@ -68,7 +67,6 @@ def heads_as_rows(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: b
 
 
 def _layout(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor:
-    """Bool [Hkv, M, N]: the blocks of each head of keys."""
     return mask.to_layout()[0, :: q.shape[1] // k.shape[1]]
 
 
@@ -91,6 +89,5 @@ def decode_paged(
 
 
 def decode_contiguous(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """One new token of one sequence; needs no plan."""
     run = load().single_decode_with_kv_cache
     return lambda: run(q[0, :, 0], k[0], v[0], kv_layout="HND", use_tensor_cores=True)[None, :, None]

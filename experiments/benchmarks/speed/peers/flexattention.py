@@ -21,7 +21,6 @@ from sparseflash.interop import to_flex
 
 
 def flex_mask(pattern: Pattern) -> FlexMask:
-    """None is compiled for masks of full tiles alone."""
     return to_flex(pattern.mask, mask_mod=pattern.rule or noop_mask)
 
 
@@ -70,5 +69,4 @@ def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 
 def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """Tuned by torch.compile: over a minute for each shape."""
     return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")

@@ -27,7 +27,6 @@ def varlen(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 
 def reference(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """Dense, in plain PyTorch."""
     if case.length > REFERENCE_LIMIT:
         raise Unavailable(f"dense, so for at most {REFERENCE_LIMIT} tokens")
     return ours(case, pattern, inputs, backend="reference")

@@ -1,5 +1,3 @@
-"""The interface between a peer and the benchmark."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,7 +28,6 @@ class Inputs:
 
 
 def as_given(tensor: Tensor) -> Tensor:
-    """For peers whose order is [B, H, N, D]."""
     return tensor
 
 
@@ -52,7 +49,6 @@ class Runner:
         return torch.autograd.grad(out, leaves, self.inputs.dout, retain_graph=retain_graph)
 
     def step(self) -> tuple[Tensor, ...]:
-        """The output and the gradients of q, k and v."""
         out = self.forward()
         return out.detach(), *self.gradients(out)
 
@@ -68,7 +64,6 @@ def packed(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> 
 
 
 def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
-    """Raises Unavailable for fp32 and on a CPU."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if case.dtype not in (torch.float16, torch.bfloat16):
@@ -76,7 +71,6 @@ def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
 
 
 def planned(plan: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    """The call that `plan` returns, planned in the first call, whose failure is recorded."""
     once = cache(plan)
     return lambda: once()()
 

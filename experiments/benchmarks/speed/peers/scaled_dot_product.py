@@ -27,7 +27,7 @@ def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
 
 
 def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """PyTorch's choice. On a GPU only for fp32, because FA2 and cuDNN have rows of their own."""
+    """On a GPU only for fp32, because FA2 and cuDNN have rows of their own."""
     if inputs.q.device.type == "cuda" and case.dtype != torch.float32:
         raise Unavailable("fp32 only; FA2 and cuDNN are timed by name")
     return _runner(case, inputs, None)

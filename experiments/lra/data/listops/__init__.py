@@ -1,1 +1,1 @@
-"""ListOps: grammar, data generator, and token ids of the model. Without PyTorch."""
+"""ListOps: grammar, data generator, and token ids of the model."""

@@ -62,7 +62,6 @@ class Settings:
 
 
 def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
-    """A fixed number of draws with the chunk's seed."""
     rng = random.Random(f"listops {settings.seed} {chunk}")
     rows = []
     for _ in range(DRAWS_PER_CHUNK):
@@ -73,7 +72,6 @@ def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
 
 
 def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, int]], None, None]:
-    """In the same order for any number of workers."""
     if workers == 1:
         yield from (draw_chunk(settings, chunk) for chunk in count())
     with worker_pool(workers) as pool:
@@ -89,7 +87,6 @@ def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, i
 
 
 def draw_distinct(settings: Settings, workers: int) -> Generator[tuple[str, int], None, None]:
-    """In chunk order; raises ValueError when the bounds are exhausted."""
     seen: set[bytes] = set()
     fruitless = 0
     with closing(draw_chunks(settings, workers)) as chunks:
@@ -137,11 +134,8 @@ def generate(
 def write_splits(
     rows: Iterator[tuple[str, int]], settings: Settings, folder: Path, progress: Callable[[int], None]
 ) -> None:
-    """A header, then expression, tab, value."""
     written = 0
     for split, size in zip(SPLITS, settings.sizes, strict=True):
-        # "\r
-        # ", as in the released files.
         with open(folder / f"generated_{split}.tsv", "w", newline="") as file:
             writer = csv.writer(file, delimiter="\t")
             writer.writerow(["Source", "Target"])

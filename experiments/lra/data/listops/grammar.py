@@ -25,13 +25,10 @@ OPERATOR_CHANCE = 0.25  # at every level, including the root
 
 
 def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] | None:
-    """None if the length (in tokens) is not strictly between the bounds.
-
-    Drawing stops as soon as the length can no longer fit.
-    """
+    """None if the length (in tokens) is not strictly between the bounds."""
     uniform = rng.random
     tokens: list[int] = []
-    missing = [1]  # subtrees still to draw, for each open level
+    missing = [1]
     outstanding = 1
     while missing:
         if missing[-1] == 0:
@@ -69,7 +66,6 @@ def evaluate(tokens: list[int]) -> int:
 
 
 def apply(operator: int, arguments: list[int]) -> int:
-    """The median of an even number is rounded down."""
     if operator == MIN:
         return min(arguments)
     if operator == MAX:
@@ -97,7 +93,6 @@ def render(tokens: list[int]) -> str:
             continue
         parts.append(NAMES[token])
         if token == CLOSE:
-            # One bracket for each argument and one for the closing token.
             start, arguments = opened.pop(), counts.pop()
             parts[start] = "( " * (arguments + 1) + parts[start]
             parts.append(")")

@@ -31,8 +31,6 @@ def encode(source: bytes) -> bytes:
 
     >>> list(encode(b"( ( ( [MAX 3 ) 4 ) ] )"))
     [12, 4, 5, 15]
-
-    Raises ValueError on anything that is no token.
     """
     if any(letter in source for letter in LETTERS.values()):
         raise ValueError("holds a token that ListOps does not have")
@@ -40,7 +38,7 @@ def encode(source: bytes) -> bytes:
     for operator, letter in LETTERS.items():
         source = source.replace(operator, letter)
     ids = source.translate(IDS_BY_BYTE, b"() ")
-    if UNKNOWN in ids or len(ids) != words:  # "12" gives two ids for one word
+    if UNKNOWN in ids or len(ids) != words:
         raise ValueError("holds a token that ListOps does not have")
     return ids
 

@@ -17,7 +17,7 @@ def operator_values(tokens: NDArray[np.uint8]) -> NDArray[np.uint8]:
     [3, 255, 3, 255, 255, 255, 255, 255]
     """
     opens, closes = (tokens >= MIN) & (tokens < CLOSE), tokens == CLOSE
-    level = np.cumsum(opens, dtype=np.int32) - np.cumsum(closes, dtype=np.int32) - opens  # brackets around a token
+    level = np.cumsum(opens, dtype=np.int32) - np.cumsum(closes, dtype=np.int32) - opens
     values = np.where(tokens < MIN, tokens, NO_CLASS)
     for outer in range(int(level.max(initial=0)) - 1, -1, -1):
         operators = np.flatnonzero(opens & (level == outer))
@@ -28,7 +28,6 @@ def operator_values(tokens: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def applied(operators: NDArray[np.uint8], arguments: NDArray[np.uint8], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Operator i of its arguments, which begin at starts[i] and end where the next one's begin."""
     counts = np.diff(starts, append=len(arguments))
     numbers = arguments.astype(np.int64)
     ordered = numbers[np.lexsort((numbers, np.repeat(np.arange(len(operators)), counts)))]

@@ -1,6 +1,5 @@
 """The score modifications in the kernels, one file per kind: device functions, their arguments, sums of gradients.
 
 `kind.py` defines the interface of a kind with the portable kernels, `hopper.py` with the Hopper kernels, and `kinds.py`
-lists the kinds; `scores/` defines their results. Where both are long, the part for Hopper has a file of its own:
-`hopper_key_bias.py`, `hopper_pairs.py` and `hopper_table.py`.
+lists the kinds; `scores/` defines their results.
 """

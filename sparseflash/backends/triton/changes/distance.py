@@ -19,7 +19,7 @@ from sparseflash.backends.triton.device_functions.loads import along_keys, along
 from sparseflash.backends.triton.device_functions.softmax import LN2
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
-from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, heard_of
+from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, received
 from sparseflash.backends.triton.hopper.scores import (
     as_float,
     from_first_column,
@@ -47,7 +47,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Subtracts the slope times the distance."""
     slope = tl.load(args.tensors[0] + at.head).to(tl.float32)
     apart = distances(
         at.first_q, at.first_k, at.q_len, at.k_len, TILE_M, TILE_N, CHANGES.kinds[NUMBER].IS_LOG, TRANSPOSED
@@ -79,7 +78,6 @@ def distances(
 
 @triton.jit
 def start(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """A sum per query for the gradient of the slope."""
     return tl.zeros([TILE], tl.float32)
 
 
@@ -88,7 +86,6 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradient of the slope."""
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     apart = distances(at.first_q, at.first_k, at.q_len, at.k_len, TILE_M, TILE_N, CHANGES.kinds[NUMBER].IS_LOG, False)
@@ -100,12 +97,11 @@ def gradient(
 def finish(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes each query's part of the gradient of the slope."""
     tl.store(args.learned[0] + place * TILE + tl.arange(0, TILE), sums)
 
 
 class DistanceKind(Kind):
-    """A decay. Each program of dq_kernel writes a part of the slope's gradient for each of its queries."""
+    """Each program of dq_kernel writes a part of the slope's gradient for each of its queries."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"apply": apply})
@@ -133,13 +129,11 @@ class DistanceKind(Kind):
 
 @gluon.jit
 def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
-    """Before the first item: two numbers in place of the result of `hopper_begin_item`."""
     return 0.0, 0
 
 
 @gluon.jit
 def hopper_begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The slope of the head, and the position of the first query among the keys."""
     tensors, numbers, _, _ = args
     record_s, turn, _, offset, _ = item
     slope = slope_of(tensors[0], field(record_s, turn, HEAD), numbers[0])
@@ -151,7 +145,6 @@ def hopper_begin_tile(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_item, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """`(slope, by how many tokens the first query comes after the first key, side)`: see `side_of_columns`."""
     slope, first_position = of_item
     ahead = first_position - block * BLOCK_N
     side = side_of_columns(ahead, slope, item[4], ROWS, BLOCK_N, CHANGES.kinds[NUMBER].IS_LOG)
@@ -160,7 +153,6 @@ def hopper_begin_tile(
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
-    """Returns the scores unchanged, and in `of_tile` replaces the offset of the tile by `to_first_column`."""
     slope, ahead, side = of_tile
     THREADS: gl.constexpr = sums_of_threads(s).type.layout
     return s, (slope, to_first_column(ahead, ROWS, THREADS), side)
@@ -171,7 +163,6 @@ def hopper_apply_masked(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Subtracts the decay score by score, in a tile that the diagonal crosses."""
     slope, first, side = of_tile
     LAYOUT: gl.constexpr = s.type.layout
     distant = gl.where(side == 0, slope, 0.0)
@@ -180,7 +171,6 @@ def hopper_apply_masked(
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """Adds the part of a linear decay that depends on the column. The softmax adds the part of each thread of a row."""
     slope, first, side = of_tile
     LAYOUT: gl.constexpr = s.type.layout
     lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
@@ -188,7 +178,7 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 
 @gluon.jit
-def hopper_tell(
+def hopper_send(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     """`(by how many tokens the first key comes after the first query, side of the queries, bits of the slope)`. The
@@ -205,10 +195,9 @@ def hopper_tell(
 
 
 @gluon.jit
-def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """`(slope, offset of the tile, side)`, from the numbers of `hopper_tell`."""
-    ahead, side = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
-    return as_float(heard_of(CHANGES, NUMBER, step, 2)), ahead, side
+def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    ahead, side = received(CHANGES, NUMBER, step, 0), received(CHANGES, NUMBER, step, 1)
+    return as_float(received(CHANGES, NUMBER, step, 2)), ahead, side
 
 
 @gluon.jit
@@ -230,13 +219,11 @@ def hopper_of_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 @gluon.jit
 def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
-    """Zero sums, one for each thread of a row."""
     return sums_of_threads(no_scores)
 
 
 @gluon.jit
 def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds, of_tile):
-    """Subtracts the gradients of scores times their distances from the sums."""
     _, first, side = of_tile
     COLUMNS: gl.constexpr = ds.shape[1]
     LAYOUT: gl.constexpr = ds.type.layout
@@ -250,13 +237,12 @@ def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds,
 
 @gluon.jit
 def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, place):
-    """Writes the gradient of a query head's slope, in one part for each key."""
     _, _, _, _, learned, _ = args
     store_sums(learned[0], sums, place)
 
 
 class DistanceOnHopper(HopperKind):
-    """A decay. Each item of the backward writes a part of the slope's gradient for each of its keys."""
+    """Each item of the backward writes a part of the slope's gradient for each of its keys."""
 
     learns = is_added = at_all_dims = goes_beside = reads_blocks = True
     adds = "threads"
@@ -270,8 +256,8 @@ class DistanceOnHopper(HopperKind):
             "apply": hopper_apply, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
         }  # fmt: skip
         if request.backward:
-            self.told = 3
-            self.functions = {"tell": hopper_tell, "begin_tile": hopper_hear, "of_rows": hopper_of_keys}
+            self.sent = 3
+            self.functions = {"send": hopper_send, "begin_tile": hopper_receive, "of_rows": hopper_of_keys}
         if any(wanted):
             self.sums = (KEYS.value,)
             self.functions |= {"start": hopper_start, "gradient": hopper_gradient, "finish_head": hopper_finish_head}

@@ -7,14 +7,13 @@ CHANGES and NUMBER. A device function gets values from others only by their resu
 
 In the forward, `args` is `(tensors, numbers, integers, descriptor)`. The loading warp calls
 
-- `buffers(args, BLOCK_N, STAGES, GROUPS)`: allocates shared memory and mbarriers. The result is the argument `buffers`
-  of other functions.
+- `buffers(args, BLOCK_N, STAGES, GROUPS)`: allocates shared memory and mbarriers.
 - `record(args, record, number, head, q_len, k_len)`: returns an item's record with OF_CHANGE_FIRST and OF_CHANGE_SECOND
   filled in. At most one score modification of a call has this function.
 - `load_with_keys(args, buffers, stage, bar, batch, head, first_k)`: starts loads that complete on the mbarrier of the
   keys, which expects BYTES_OF_KEY more bytes for each key.
-- `load_last(args, buffers, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)`: starts loads after those of
-  keys and values, with mbarriers of its own.
+- `load_last(args, buffers, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)`: starts loads after the
+  loads of keys and values, with mbarriers of its own.
 
 The warpgroups call the following functions. `item` is `(record_s, turn, q_len, k_len - q_len, qk_scale)`, and C is the
 number of the warpgroup.
@@ -37,11 +36,11 @@ descriptor of gradients)`, and `of_tokens` is `(qk_scale, queries, keys minus qu
 calls
 
 - `buffers(args, ROWS, KEYS)`: as in the forward.
-- `begin(args, of_tokens)`: called once in each program. The result is the argument `begun` of `tell`.
-- `tell(args, begun, place, of_tokens, ROWS)`: returns `(numbers, kept)` for a step. The loading warp passes the
-  numbers, as many as `told`, to the warpgroups through shared memory, where `record.heard_of` reads them. `place` is
+- `begin(args, of_tokens)`: called once in each program. The result is the argument `begun` of `send`.
+- `send(args, begun, place, of_tokens, ROWS)`: returns `(numbers, kept)` for a step. The loading warp passes the
+  numbers, as many as `sent`, to the warpgroups through shared memory, where `record.received` reads them. `place` is
   `(batch, head, number of the head in its group, first query, first key)`.
-- `load_last(args, buffers, step, kept)`: starts loads after those of queries and dout, with mbarriers of its own.
+- `load_last(args, buffers, step, kept)`: starts loads behind the loads of queries and dout, with mbarriers of its own.
 
 The warpgroups call the following functions. `step` is `(number_s, stage, number of the step, of_tokens)`.
 
@@ -84,7 +83,7 @@ if TYPE_CHECKING:
 
 # The fewest numbers that the backward's loading warp passes to the warpgroups in a step. With fewer, the buffers of
 # plain kernels would move, and plain kernels have been measured with this layout.
-_LEAST_TOLD = 5
+_LEAST_SENT = 5
 # An example of memory for sums. Compiled kernels do not depend on its size.
 _SOME_SUMS = torch.empty(16, dtype=torch.float32, device="meta")
 
@@ -119,17 +118,14 @@ class Given(NamedTuple):
 class HopperKind:
     """One score modification, prepared for one of the kernels and tensors of one layout."""
 
-    # Facts of the kind, in both kernels.
     learns = False  # the kernels compute gradients for its tensors
     is_added = False  # it is added to scores, and so divided by their unit
     at_all_dims = False  # it needs no shared memory and few registers, so it runs at all head dims
     # It has been tried beside other kinds than a sink. `support.py` lists the combinations.
     goes_beside = False
-    # Names of its tensors as arguments of `combine_rows_kernel`, which completes the rows of chunks.
     merging: tuple[str, ...] = ()
 
-    # Facts of the forward.
-    reads_blocks = False  # its functions need the number of the tile
+    reads_blocks = False
     # The branch for masked tiles must stay a branch. A shuffle in it keeps ptxas from turning it into predicates.
     keeps_branch = False
     bytes_of_key = 0  # that are loaded with each key
@@ -138,11 +134,10 @@ class HopperKind:
     # and subtraction of a scaled maximum would leave an arbitrary number instead of 0.
     maxima: Literal["scaled", "coarse", "unscaled"] = "scaled"
 
-    # Facts of both kernels.
     may_be_nan = False  # scores past the lengths may be NaN
     # What the number from `of_rows` belongs to: the tile, each row (only in the backward), or each thread of a row.
     adds: Literal["tile", "rows", "threads"] = "tile"
-    told = 0  # in the backward, how many numbers `tell` returns
+    sent = 0  # in the backward, how many numbers `send` returns
 
     functions: Mapping[str, Any] = {}  # of the kernel that it is prepared for; empty if that kernel ignores it
     facts: Mapping[str, Any] = {}  # compile-time constants of its functions, by upper-case names
@@ -154,7 +149,6 @@ class HopperKind:
     # or a descriptor of gradients.
     sums: tuple[int, ...] | None = None
     describe_learned: Describe | None = None
-    # Examples on the meta device.
     examples = Given()
     learned_examples = Given()
 
@@ -167,34 +161,29 @@ class HopperKind:
         """wanted: which tensors need a gradient, in the backward."""
 
     def tensors(self, change: Any) -> Given:
-        """The tensors of a call that the kernel reads."""
         return Given()
 
     def bind(self, plan: Plan, block: tuple[int, int]) -> Any:
-        """The argument `bound` of `memory`, from the plan of a mask in blocks of `block`."""
         return None
 
     def launches_of(self, bound: Any) -> list[BoundLaunch]:
-        """Kernels that `memory` launches."""
         return []
 
     def memory(self, change: Any, call: HopperCall, bound: Any) -> Given:
-        """Memory for the gradients of one call."""
         return Given() if self.sums is None else Given((call.zeros(self.sums),))
 
     def gradient(self, change: Any, call: HopperCall, written: Given) -> Tensor | None:
-        """The gradient of the first tensor. written: the result of `memory`."""
         return None
 
 
 class HopperChanges(Changes):
-    """All score modifications of a kernel. Facts about all of them have upper-case names, for the kernel to read."""
+    """Facts about all of them have upper-case names, for the kernel to read."""
 
     def __init__(self, kinds: Sequence[HopperKind]) -> None:
-        told = sum(each.told for each in kinds)
+        sent = sum(each.sent for each in kinds)
         super().__init__(
             [
-                Functions(each.functions, {**each.facts, "ADDS": each.adds, "TOLD": each.told}, len(each.whole))
+                Functions(each.functions, {**each.facts, "ADDS": each.adds, "SENT": each.sent}, len(each.whole))
                 for each in kinds
             ]
         )
@@ -214,8 +203,8 @@ class HopperChanges(Changes):
         self.HAVE_SUMS_OF_HEADS = any("finish_head" in each.functions for each in kinds)
         self.HAVE_DERIVATIVES = any("derivative" in each.functions for each in kinds)
         self.STORES_GRADIENTS = any("store" in each.functions for each in kinds)
-        self.TOLD = max(_LEAST_TOLD, 1 + told + int(self.HAVE_SUMS_OF_HEADS))
-        self.FIRST_TOLD = tuple(1 + sum(each.told for each in kinds[:number]) for number in range(len(kinds)))
+        self.SENT = max(_LEAST_SENT, 1 + sent + int(self.HAVE_SUMS_OF_HEADS))
+        self.FIRST_SENT = tuple(1 + sum(each.sent for each in kinds[:number]) for number in range(len(kinds)))
         facts = {name: x for name, x in self.__dict__.items() if name.isupper()}
         self.cache_key = f"{self.cache_key} {sorted(facts.items())}"
 
@@ -245,7 +234,6 @@ class HopperChanged:
             self.numbers |= dict(zip(WHOLE_NUMBERS, [number for each in self.applied for number in each.whole]))
 
     def tensors(self, changes: Scores) -> dict[str, Any]:
-        """The tensors of a call, by the names of arguments: of the kernel, and of the kernel that merges rows."""
         found = [each.tensors(change) for each, change in zip(self.all, changes.changes)]
         return self._arguments(found) | self._merged(found)
 
@@ -262,7 +250,6 @@ class HopperChanged:
         return {name: tensor for each, x in zip(self.all, found) for name, tensor in zip(each.merging, x.tensors)}
 
     def memory_arguments(self, found: Sequence[Given]) -> dict[str, Any]:
-        """The kernel's arguments for the memory for gradients of all score modifications."""
         named: dict[str, Any] = {}
         if self.constant.HAVE_SUMS:
             named["learned"] = tuple([x.tensors for each, x in zip(self.all, found) if each.functions])
@@ -273,5 +260,4 @@ class HopperChanged:
 
 
 def examples_of(given: Given) -> Given:
-    """Tensors of the same layout on the meta device."""
     return Given(tuple(map(like, given.tensors)), None if given.described is None else like(given.described))

@@ -3,13 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparseflash.backends.triton.hopper.record import told
+from sparseflash.backends.triton.hopper.record import send
 from sparseflash.backends.triton.hopper.scores import plus_of_threads
 
 
 @gluon.jit
 def arguments_of_changes(CHANGES: gl.constexpr, tensors, numbers, whole, desc, learned, learned_desc):
-    """The `args` of each score modification. whole: the arguments WHOLE_NUMBERS."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         own = whole[CHANGES.STARTS[i] : CHANGES.STARTS[i] + CHANGES.kinds[i].WHOLE]
@@ -26,7 +25,6 @@ def arguments_of_changes(CHANGES: gl.constexpr, tensors, numbers, whole, desc, l
 
 @gluon.jit
 def buffers_of_changes(CHANGES: gl.constexpr, changes, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """The shared memory of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].buffers is None:
@@ -41,7 +39,6 @@ def buffers_of_changes(CHANGES: gl.constexpr, changes, ROWS: gl.constexpr, KEYS:
 
 @gluon.jit
 def begun(CHANGES: gl.constexpr, changes, of_tokens):
-    """The results of `begin`."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin is None:
@@ -52,24 +49,23 @@ def begun(CHANGES: gl.constexpr, changes, of_tokens):
 
 
 @gluon.jit
-def tell(CHANGES: gl.constexpr, changes, of_program, place, of_tokens, number_s, stage, ROWS: gl.constexpr):
+def send_changes(CHANGES: gl.constexpr, changes, of_program, place, of_tokens, number_s, stage, ROWS: gl.constexpr):
     """Passes the numbers of a step to the warpgroups. Returns what each score modification keeps for `load_last`."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
-        if CHANGES.kinds[i].tell is None:
+        if CHANGES.kinds[i].send is None:
             found += ((),)
         else:
-            numbers, kept = CHANGES.kinds[i].tell(CHANGES, i, changes[i], of_program[i], place, of_tokens, ROWS)
-            gl.static_assert(len(numbers) == CHANGES.kinds[i].TOLD, "`told` numbers")
+            numbers, kept = CHANGES.kinds[i].send(CHANGES, i, changes[i], of_program[i], place, of_tokens, ROWS)
+            gl.static_assert(len(numbers) == CHANGES.kinds[i].SENT, "`sent` numbers")
             for n in gl.static_range(len(numbers)):
-                told(number_s, stage, CHANGES.FIRST_TOLD[i] + n, numbers[n], CHANGES.TOLD)
+                send(number_s, stage, CHANGES.FIRST_SENT[i] + n, numbers[n], CHANGES.SENT)
             found += (kept,)
     return found
 
 
 @gluon.jit
 def load_last(CHANGES: gl.constexpr, changes, buffers, step, kept):
-    """Starts loads after the loads of queries and dout, with mbarriers of their own."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_last is not None:
             CHANGES.kinds[i].load_last(CHANGES, i, changes[i], buffers[i], step, kept[i])
@@ -80,7 +76,6 @@ def load_last(CHANGES: gl.constexpr, changes, buffers, step, kept):
 
 @gluon.jit
 def begun_tiles(CHANGES: gl.constexpr, changes, step, no_scores):
-    """The `of_tile` of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin_tile is None:
@@ -92,7 +87,6 @@ def begun_tiles(CHANGES: gl.constexpr, changes, step, no_scores):
 
 @gluon.jit
 def changed_scores(CHANGES: gl.constexpr, changes, buffers, s, of_tiles, step):
-    """The scores after `apply` of each score modification."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].apply is not None:
             s = CHANGES.kinds[i].apply(CHANGES, i, changes[i], buffers[i], s, of_tiles[i], step)
@@ -101,7 +95,6 @@ def changed_scores(CHANGES: gl.constexpr, changes, buffers, s, of_tiles, step):
 
 @gluon.jit
 def changed_in_masked_tiles(CHANGES: gl.constexpr, changes, s, of_tiles):
-    """`(scores, of_tiles)` of a tile that is masked, after `apply_masked` of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].apply_masked is None:
@@ -114,7 +107,6 @@ def changed_in_masked_tiles(CHANGES: gl.constexpr, changes, s, of_tiles):
 
 @gluon.jit
 def exponentials(CHANGES: gl.constexpr, changes, s, of_tiles, qk_scale):
-    """`(exponentials of scores, of_tiles)` after `of_rows` of each score modification."""
     # Added to exponents: a number for the tile or for each thread of a row, and a number for each row.
     added, added_to_rows = None, None
     found = ()
@@ -144,7 +136,6 @@ def exponentials(CHANGES: gl.constexpr, changes, s, of_tiles, qk_scale):
 
 @gluon.jit
 def times_derivatives(CHANGES: gl.constexpr, changes, p, s, of_tiles):
-    """The weights times the derivatives of the scores."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].derivative is not None:
             p = CHANGES.kinds[i].derivative(CHANGES, i, changes[i], p, s, of_tiles[i])
@@ -153,7 +144,6 @@ def times_derivatives(CHANGES: gl.constexpr, changes, p, s, of_tiles):
 
 @gluon.jit
 def store_gradients(CHANGES: gl.constexpr, changes, ds_s, step, batch, first_k):
-    """Stores the gradients of the scores, if they are the gradients of a score modification's tensor."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].store is not None:
             CHANGES.kinds[i].store(CHANGES, i, changes[i], ds_s, step, batch, first_k)
@@ -164,7 +154,6 @@ def store_gradients(CHANGES: gl.constexpr, changes, ds_s, step, batch, first_k):
 
 @gluon.jit
 def started(CHANGES: gl.constexpr, no_scores):
-    """The zero sums of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].start is None:
@@ -204,7 +193,6 @@ def plus_later_gradients(CHANGES: gl.constexpr, changes, sums, half_ds, of_tiles
 
 @gluon.jit
 def finished_heads(CHANGES: gl.constexpr, changes, sums, no_sums, place):
-    """Writes the sums of a query head, and starts new ones."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].finish_head is None:
@@ -217,7 +205,6 @@ def finished_heads(CHANGES: gl.constexpr, changes, sums, no_sums, place):
 
 @gluon.jit
 def finish(CHANGES: gl.constexpr, changes, sums):
-    """Writes the sums of an item."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].finish is not None:
             CHANGES.kinds[i].finish(CHANGES, i, changes[i], sums[i])

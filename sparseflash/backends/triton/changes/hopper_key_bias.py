@@ -25,7 +25,7 @@ from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT,
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.descriptors import described_channels
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load
-from sparseflash.backends.triton.hopper.record import heard_of
+from sparseflash.backends.triton.hopper.record import received
 from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.hopper.scores import number_of, read_later, store_sums, sums_of_threads
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
@@ -45,7 +45,7 @@ _BLOCK = 1024  # keys of a program of `biases_kernel`
 @triton.jit(do_not_specialize=["factor", "k_len", "width", "programs_of_row"])
 def biases_kernel(
     values_ptr, biases_ptr,  # [rows, width] contiguous; [rows, whole tiles], written: fp32, or their PIECES in bf16
-    factor,  # into the units of scores.py
+    factor,
     k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
     IN_PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,6 @@ def hopper_buffers(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for the biases of each stage of keys."""
     _, _, _, desc = args
     dtype: gl.constexpr = desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHANNELS, BLOCK_N], dtype)
@@ -84,7 +83,6 @@ def hopper_buffers(
 
 @gluon.jit
 def hopper_load_with_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, stage, bar, batch, head, first_k):
-    """Starts the load of the biases of a stage of keys."""
     _, _, rows_of, desc = args
     async_load(desc, [batch * rows_of[0] + head * rows_of[1], 0, first_k], bar, buffers.index(stage))
 
@@ -100,10 +98,9 @@ def hopper_multiply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, 
 
 
 @gluon.jit
-def hopper_tell(
+def hopper_send(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
-    """The index of this step's tile of biases, counted over all rows."""
     _, _, rows_of, _, _, _ = args
     _, q_len, offset = of_tokens
     batch, head, _, _, first_k = place
@@ -112,10 +109,9 @@ def hopper_tell(
 
 
 @gluon.jit
-def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """The biases of the step's keys, one for each row of scores."""
+def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
     tensors, _, _, _, _, _ = args
-    bias_ptr = tensors[0] + gl.cast(heard_of(CHANGES, NUMBER, step, 0), gl.int64) * KEYS
+    bias_ptr = tensors[0] + gl.cast(received(CHANGES, NUMBER, step, 0), gl.int64) * KEYS
     return gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, no_scores.type.layout)))
 
 
@@ -129,13 +125,11 @@ def hopper_apply_masked(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, bi
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, bias, qk_scale):
-    """The biases as a number for each row, which the kernel adds to the exponents."""
     return s, bias * qk_scale, bias
 
 
 @gluon.jit
 def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
-    """Zero sums, one for each thread of a row."""
     return sums_of_threads(no_scores)
 
 
@@ -143,19 +137,17 @@ def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
 def hopper_gradient_later(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_sums
 ):  # fmt: skip
-    """Adds the gradients of a tile's scores to the sums of their keys."""
     return sums + sums_of_threads(read_later(half_ds).to(gl.float32))
 
 
 @gluon.jit
 def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, place):
-    """Writes the gradients of a query head's biases."""
     _, _, _, _, learned, _ = args
     store_sums(learned[0], sums, place)
 
 
 class KeyBiasOnHopper(HopperKind):
-    """A key bias. `biases_kernel` prepares it at every call, in pieces for the forward."""
+    """`biases_kernel` prepares it at every call, in pieces for the forward."""
 
     learns = is_added = goes_beside = True
     maxima = "coarse"
@@ -169,7 +161,6 @@ class KeyBiasOnHopper(HopperKind):
         shape = (batch * heads, PIECES.value, size) if in_pieces else (batch * heads, size)
         example = torch.empty(shape, dtype=torch.bfloat16 if in_pieces else torch.float32, device="meta")
         self._biases = one_number_of(example, request.device)
-        # Rows from one batch element or query head to the next, 0 where they share a row.
         self.whole = heads if batch > 1 else 0, int(heads > 1)
         programs = -(-size // _BLOCK)
         numbers = {
@@ -187,9 +178,9 @@ class KeyBiasOnHopper(HopperKind):
                 "buffers": hopper_buffers, "load_with_keys": hopper_load_with_keys, "multiply": hopper_multiply
             }  # fmt: skip
             return
-        self.examples, self.told = Given((example,)), 1
+        self.examples, self.sent = Given((example,)), 1
         self.functions = {
-            "tell": hopper_tell, "begin_tile": hopper_hear, "apply_masked": hopper_apply_masked,
+            "send": hopper_send, "begin_tile": hopper_receive, "apply_masked": hopper_apply_masked,
             "of_rows": hopper_of_rows,
         }  # fmt: skip
         if any(wanted):
@@ -208,5 +199,4 @@ class KeyBiasOnHopper(HopperKind):
 
 
 def readable(change: Any) -> Tensor:
-    """The values of a key bias, contiguous and aligned."""
     return aligned_start(change.values.contiguous())

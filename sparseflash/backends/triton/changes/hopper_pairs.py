@@ -25,7 +25,7 @@ from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
 from sparseflash.backends.triton.hopper.descriptors import described_as
 from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
-from sparseflash.backends.triton.hopper.record import heard_of
+from sparseflash.backends.triton.hopper.record import received
 from sparseflash.backends.triton.hopper.scores import pair_buffers, place_of_pairs
 from sparseflash.backends.triton.launch.launches import launch_of
 from sparseflash.backends.triton.launcher import BoundLaunch
@@ -49,7 +49,6 @@ def clear_kernel(
     pattern_ptr,  # int32 [B, Hq] contiguous
     q_len, k_len, width,  # width: the stride of rows, a multiple of 8
 ):  # fmt: skip
-    """Zeroes the dead tiles in one row of tiles of one batch element and head."""
     row_tiles = tl.cdiv(q_len, TILE_ROWS)
     batch_head, row = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
     line = tl.load(pattern_ptr + batch_head) * row_tiles + row
@@ -82,7 +81,6 @@ def hopper_buffers(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory for one tile of the bias for each warpgroup."""
     _, _, _, desc = args
     return pair_buffers(desc, GROUPS, ROWS, BLOCK_N, 128)
 
@@ -92,7 +90,6 @@ def hopper_load(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, is_item, batch, head, first_q, first_k,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Starts the load of each warpgroup's tile of the bias."""
     _, _, strides, desc = args
     load_boxes(desc, buffers, (batch * strides[0], head * strides[1], first_q, first_k), step, is_item, GROUPS)
 
@@ -102,7 +99,6 @@ def hopper_load_stored(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, is_item, batch, head, first_q, first_k,
     GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Starts the load of each warpgroup's stored tile."""
     tensors, _, whole, desc = args
     at = place_of_pairs(tensors, whole, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
     load_boxes(desc, buffers, at, step, is_item, GROUPS)
@@ -123,7 +119,6 @@ def load_boxes(desc, buffers, at, step, is_item, GROUPS: gl.constexpr):
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
-    """Multiplies the scores by the scale and adds the loaded tile."""
     _, numbers, _, _ = args
     pair_s, full, empty = buffers
     mbarrier.wait(full.index(C), step & 1)
@@ -138,13 +133,12 @@ def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, 
 
 @gluon.jit
 def hopper_buffers_of_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Shared memory for one step's tile of the bias."""
     _, _, _, desc, _, _ = args
     return pair_buffers(desc, 1, ROWS, KEYS, THREADS)
 
 
 @gluon.jit
-def hopper_tell(
+def hopper_send(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     """`((first query, head), where the tile begins in the bias)`; the gradient is stored at the first two."""
@@ -155,7 +149,7 @@ def hopper_tell(
 
 
 @gluon.jit
-def hopper_tell_stored(
+def hopper_send_stored(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
 ):  # fmt: skip
     """`((first row of the stored tile,), where the tile begins in the bias)`; the gradient is stored at that row."""
@@ -167,7 +161,6 @@ def hopper_tell_stored(
 
 @gluon.jit
 def hopper_load_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, at):
-    """Starts the load of a step's tile."""
     _, _, _, desc, _, _ = args
     pair_s, full, empty = buffers
     mbarrier.wait(empty.index(0), (step & 1) ^ 1)
@@ -177,7 +170,6 @@ def hopper_load_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers,
 
 @gluon.jit
 def hopper_apply_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """Adds a step's loaded tile to the scores."""
     _, numbers, _, _, _, _ = args
     _, _, number, _ = step
     pair_s, full, empty = buffers
@@ -189,17 +181,15 @@ def hopper_apply_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers
 
 @gluon.jit
 def hopper_store(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, batch, first_k):
-    """Starts the store of a tile's gradients."""
     _, _, _, _, _, desc = args
-    first_q, head = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
+    first_q, head = received(CHANGES, NUMBER, step, 0), received(CHANGES, NUMBER, step, 1)
     async_store(desc, [batch, head, first_q, first_k], ds_s)
 
 
 @gluon.jit
 def hopper_store_stored(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s, step, batch, first_k):
-    """Starts the store of a stored tile's gradients."""
     _, _, _, _, _, desc = args
-    async_store(desc, [0, 0, heard_of(CHANGES, NUMBER, step, 0), 0], ds_s)
+    async_store(desc, [0, 0, received(CHANGES, NUMBER, step, 0), 0], ds_s)
 
 
 # ---------------------------------------------------------------------- the host
@@ -207,8 +197,6 @@ def hopper_store_stored(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, ds_s,
 
 @dataclass(frozen=True)
 class _LiveTiles:
-    """The live tiles of a plan."""
-
     lists: TileLists  # over rows
     pattern: Tensor  # int32 [B, Hq] contiguous
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
@@ -240,15 +228,15 @@ class PairsOnHopper(HopperKind):
         self.functions = {"buffers": hopper_buffers, "load_last": self._loads, "apply": hopper_apply}
         if request.backward:
             self.functions = {
-                "buffers": hopper_buffers_of_step, "tell": self._tells, "load_last": hopper_load_step,
+                "buffers": hopper_buffers_of_step, "send": self._sends, "load_last": hopper_load_step,
                 "apply": hopper_apply_step,
             }  # fmt: skip
-            self.told = self._told
+            self.sent = self._sent
         if any(wanted):
             self.functions |= {"store": self._stores}
             self._learn()
 
-    _loads, _tells, _told, _stores = hopper_load, hopper_tell, 2, hopper_store
+    _loads, _sends, _sent, _stores = hopper_load, hopper_send, 2, hopper_store
 
     def _whole(self, change: Any) -> tuple[int, ...]:
         batch, heads = change.values.shape[:2]
@@ -263,7 +251,6 @@ class PairsOnHopper(HopperKind):
         return given.described
 
     def _learn(self) -> None:
-        """Prepares the descriptor of the gradient and the kernel that zeroes dead tiles."""
         values = self._values(self.examples)
         padded = with_padded_rows(values)
         self._q_len, k_len = values.shape[2:]
@@ -306,7 +293,7 @@ class PairsOnHopper(HopperKind):
 class StoredPairsOnHopper(PairsOnHopper):
     """A tile bias. For each batch element and head, the backward writes the gradients of all tiles of its pattern."""
 
-    _loads, _tells, _told, _stores = hopper_load_stored, hopper_tell_stored, 1, hopper_store_stored
+    _loads, _sends, _sent, _stores = hopper_load_stored, hopper_send_stored, 1, hopper_store_stored
 
     def _whole(self, change: Any) -> tuple[int, ...]:
         return numbers_of_tiles(change)
@@ -323,9 +310,7 @@ class StoredPairsOnHopper(PairsOnHopper):
         return None
 
     def memory(self, change: Any, call: HopperCall, bound: Any) -> Given:
-        """Memory for the gradients of all tiles. If there are several patterns, it is zeroed, because a head leaves the
-        tiles of other patterns unwritten.
-        """
+        """If there are several patterns, it is zeroed, because a head leaves the tiles of other patterns unwritten."""
         if self.describe_learned is None:
             return Given()
         found = torch.empty_like(change.values, memory_format=torch.contiguous_format)

@@ -6,7 +6,6 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def arguments_of_changes(CHANGES: gl.constexpr, tensors, numbers, whole, desc):
-    """The `args` of each score modification. whole: the arguments WHOLE_NUMBERS."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         own = whole[CHANGES.STARTS[i] : CHANGES.STARTS[i] + CHANGES.kinds[i].WHOLE]
@@ -25,7 +24,6 @@ def arguments_of_changes(CHANGES: gl.constexpr, tensors, numbers, whole, desc):
 def buffers_of_changes(
     CHANGES: gl.constexpr, changes, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr
 ):  # fmt: skip
-    """The shared memory of each score modification, for one stream."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].buffers is None:
@@ -37,7 +35,6 @@ def buffers_of_changes(
 
 @gluon.jit
 def recorded(CHANGES: gl.constexpr, changes, record, number, head, q_len, k_len):
-    """The record of an item with the numbers of the score modification that has `record`."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].record is not None:
             record = CHANGES.kinds[i].record(CHANGES, i, changes[i], record, number, head, q_len, k_len)
@@ -46,7 +43,6 @@ def recorded(CHANGES: gl.constexpr, changes, record, number, head, q_len, k_len)
 
 @gluon.jit
 def load_with_keys(CHANGES: gl.constexpr, changes, buffers, stage, bar, batch, head, first_k):
-    """Starts loads that complete with the keys of a step."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].load_with_keys is not None:
             CHANGES.kinds[i].load_with_keys(CHANGES, i, changes[i], buffers[i], stage, bar, batch, head, first_k)
@@ -70,7 +66,6 @@ def load_last(
 
 @gluon.jit
 def no_items(CHANGES: gl.constexpr):
-    """The `of_item` of each score modification before the first item."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].no_item is None:
@@ -82,7 +77,6 @@ def no_items(CHANGES: gl.constexpr):
 
 @gluon.jit
 def begun_items(CHANGES: gl.constexpr, changes, of_items, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The `of_item` of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin_item is None:
@@ -96,7 +90,6 @@ def begun_items(CHANGES: gl.constexpr, changes, of_items, item, C: gl.constexpr,
 def begun_tiles(
     CHANGES: gl.constexpr, changes, of_items, is_mixed, block, item, C: gl.constexpr, BLOCK_N: gl.constexpr
 ):  # fmt: skip
-    """`(of_tile of each score modification, whether the tile is masked by bits or changed by apply_masked)`."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].begin_tile is None:
@@ -110,7 +103,6 @@ def begun_tiles(
 
 @gluon.jit
 def multiplied(CHANGES: gl.constexpr, changes, buffers, s, stage, Q: gl.constexpr):
-    """The scores, with matrix products of score modifications added."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].multiply is not None:
             s = CHANGES.kinds[i].multiply(CHANGES, i, changes[i], buffers[i], s, stage, Q)
@@ -119,7 +111,6 @@ def multiplied(CHANGES: gl.constexpr, changes, buffers, s, stage, Q: gl.constexp
 
 @gluon.jit
 def changed_scores(CHANGES: gl.constexpr, changes, buffers, s, of_tiles, step, C: gl.constexpr):
-    """`(scores, of_tiles)` after `apply` of each score modification."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].apply is None:
@@ -134,7 +125,6 @@ def changed_scores(CHANGES: gl.constexpr, changes, buffers, s, of_tiles, step, C
 def changed_in_masked_tiles(
     CHANGES: gl.constexpr, changes, s, of_tiles, block, item, C: gl.constexpr, BLOCK_N: gl.constexpr
 ):  # fmt: skip
-    """The scores of a tile that bits mask, after `apply_masked` of each score modification."""
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].apply_masked is not None:
             s = CHANGES.kinds[i].apply_masked(CHANGES, i, changes[i], s, of_tiles[i], block, item, C, BLOCK_N)

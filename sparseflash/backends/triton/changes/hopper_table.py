@@ -19,7 +19,7 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest
 from sparseflash.backends.triton.changes.table import in_dtype
 from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, heard_of
+from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, received
 from sparseflash.backends.triton.hopper.record import OF_CHANGE_FIRST as FIRST_ENTRY
 from sparseflash.backends.triton.hopper.record import OF_CHANGE_SECOND as LAST_ENTRY
 from sparseflash.backends.triton.hopper.rows import finite_product
@@ -86,13 +86,11 @@ def hopper_record(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, record, num
 
 @gluon.jit
 def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
-    """Before the first item: two numbers in place of the result of `outer_tiles`."""
     return 0, 0
 
 
 @gluon.jit
 def hopper_begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The limits beyond which all scores of a tile have one entry: see `outer_tiles`."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     return outer_tiles(
@@ -126,7 +124,6 @@ def hopper_apply_masked(
     CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, block, item, C: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Adds an entry to each score, unless the scores of the tile share one."""
     tensors, _, _, _ = args
     record_s, turn, q_len, offset, _ = item
     if not of_tile[1]:
@@ -138,7 +135,6 @@ def hopper_apply_masked(
 
 @gluon.jit
 def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """The entry that the scores of the tile share, or 0; the softmax adds it."""
     record_s, turn, _, _, _ = item
     entry, _, is_past, is_future = of_tile
     first, last = field(record_s, turn, FIRST_ENTRY), field(record_s, turn, LAST_ENTRY)
@@ -150,14 +146,13 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 @gluon.jit
 def hopper_begin(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_tokens):
-    """The first and the last run of distances with one entry: see `outer_runs`."""
     tensors, _, _, _, _, _ = args
     _, q_len, offset = of_tokens
     return outer_runs(tensors[1], q_len, offset)
 
 
 @gluon.jit
-def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, of_tokens, ROWS: gl.constexpr):
+def hopper_send(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, of_tokens, ROWS: gl.constexpr):
     """Four numbers for the warpgroups:
 
     - by how many tokens the first key comes after the first query; with gradients, if all scores share an entry, its
@@ -179,21 +174,20 @@ def hopper_tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, runs, place, 
 
 
 @gluon.jit
-def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    """The first three numbers of `hopper_tell`, as an integer, a bool and a float."""
-    ahead, is_shared = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1) != 0
-    return ahead, is_shared, as_float(heard_of(CHANGES, NUMBER, step, 2))
+def hopper_receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    """The first three numbers of `hopper_send`, as an integer, a bool and a float."""
+    ahead, is_shared = received(CHANGES, NUMBER, step, 0), received(CHANGES, NUMBER, step, 1) != 0
+    return ahead, is_shared, as_float(received(CHANGES, NUMBER, step, 2))
 
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """Adds an entry to each score, unless the scores of the tile share one."""
     tensors, _, _, _, _, _ = args
     ahead, is_shared, _ = of_tile
     if not is_shared:
         _, _, _, of_tokens = step
         _, q_len, offset = of_tokens
-        head = heard_of(CHANGES, NUMBER, step, 3) % MOST_HEADS
+        head = received(CHANGES, NUMBER, step, 3) % MOST_HEADS
         here_ptr = entries_of_head(tensors[0], head, q_len, offset)
         s = s + entries_of_scores(here_ptr, ahead, -1, s)
     return s
@@ -222,7 +216,7 @@ def hopper_gradient_later(
     _, q_len, offset = of_tokens
     bucket_sums, bucket = sums
     ahead, is_shared, _ = of_tile
-    first_bucket = (of_item * group + heard_of(CHANGES, NUMBER, step, 3) // MOST_HEADS) * whole[0]
+    first_bucket = (of_item * group + received(CHANGES, NUMBER, step, 3) // MOST_HEADS) * whole[0]
     read_ds = read_later(half_ds).to(gl.float32)
     if is_shared:
         # Most tiles of an item share the previous tile's bucket.
@@ -237,7 +231,6 @@ def hopper_gradient_later(
 
 @gluon.jit
 def hopper_finish(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums):
-    """Adds the last sums to their bucket."""
     _, _, _, _, learned, _ = args
     add_to_bucket(sums[0], learned[0], sums[1])
 
@@ -271,9 +264,9 @@ class TableOnHopper(HopperKind):
             "begin_tile": hopper_begin_tile, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
         }  # fmt: skip
         if request.backward:
-            self.told = 4
+            self.sent = 4
             self.functions = {
-                "begin": hopper_begin, "tell": hopper_tell, "begin_tile": hopper_hear, "apply": hopper_apply,
+                "begin": hopper_begin, "send": hopper_send, "begin_tile": hopper_receive, "apply": hopper_apply,
                 "of_rows": hopper_of_keys,
             }  # fmt: skip
         if self._has_gradient:
@@ -295,6 +288,5 @@ class TableOnHopper(HopperKind):
 
 
 def table_of(change: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The arguments of a relative position table, contiguous and aligned: entries in this dtype, buckets, runs."""
     given = {"table_ptr": in_dtype(change.table, dtype), "buckets_ptr": change.buckets, "until_ptr": change.until}
     return {name: aligned_start(x.contiguous()) for name, x in given.items()}

@@ -24,7 +24,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the biases of the keys."""
     strides = args.numbers[0]
     k = token_numbers(at.first_k, TILE_N)
     start = tl.cast(at.batch, tl.int64) * strides[0] + tl.cast(at.head, tl.int64) * strides[1]
@@ -34,7 +33,6 @@ def apply(
 
 @triton.jit
 def start(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """A sum per key for the gradient of its bias."""
     return tl.zeros([TILE], tl.float32)
 
 
@@ -43,7 +41,6 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds to the gradients of the keys' biases."""
     sums += tl.sum(ds, 1)
     return ds, sums
 
@@ -52,7 +49,6 @@ def gradient(
 def finish(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the gradients of the keys' biases."""
     if CUT:
         sums = tl.where(first + tl.arange(0, TILE) < length, sums, 0.0)
     tl.store(args.learned[0] + place * TILE + tl.arange(0, TILE), sums)

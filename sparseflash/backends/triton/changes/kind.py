@@ -1,6 +1,5 @@
 """The interface between the kernels and a score modification: its device functions and their arguments.
 
-Kernels take all score modifications of a call as one compile-time object, `Changes`, and do not depend on their kinds.
 Each kind has a file in this folder with its device functions, whose first two arguments are compile-time constants:
 `CHANGES`, and `NUMBER`, the index of this modification; its constants are `CHANGES.kinds[NUMBER].FACT`. The other
 arguments:
@@ -13,10 +12,8 @@ arguments:
 - `start(TILE)`: called before the first tile. Returns the sums that a program keeps for its tile of TILE tokens.
 - `gradient(args, sums, ds, kept, at, BLOCK_Q, BLOCK_K, MASKED)`: returns `(ds, new sums)`. `ds` comes in as the
   gradient of the modified scores and is returned as the gradient of the scores before the modification.
-- `finish(args, sums, place, first, length, TILE, CUT)`: called after the last tile. Writes the sums at `place`, the
-  number of the program or of its list; if CUT, zeros for tokens at or past `length`.
-
-`args` are `Arguments`, `at` is `At`.
+- Called after the last tile; writes the sums at `place`, the number of the program or of its list; if CUT, zeros for
+  tokens at or past `length`.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ HOPPER_FUNCTIONS = (
     "apply_masked", "of_rows", "finish_rows",
 )  # fmt: skip
 HOPPER_BACKWARD_FUNCTIONS = (
-    "buffers", "begin", "tell", "load_last", "start", "begin_tile", "apply", "apply_masked", "of_rows", "derivative",
+    "buffers", "begin", "send", "load_last", "start", "begin_tile", "apply", "apply_masked", "of_rows", "derivative",
     "gradient", "store", "gradient_later", "finish_head", "finish",
 )  # fmt: skip
 _KNOWN = tuple(dict.fromkeys(FUNCTIONS + HOPPER_FUNCTIONS + HOPPER_BACKWARD_FUNCTIONS))
@@ -104,16 +101,13 @@ class Kind:
         self.facts: dict[str, Any] = {}  # compile-time constants of the device functions, by upper-case names
 
     def functions(self, part: Part) -> Functions:
-        """The device functions of one kernel."""
         of_gradient = {"forward": {}, "rows": self.rows, "columns": self.columns}[part]
         return Functions({**self.applied, **of_gradient}, self.facts, len(self.whole))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors of a call that the kernels read."""
         return ()
 
     def planned(self, plan: Plan) -> Any:
-        """The argument `planned` of `memory`, from a plan."""
         return None
 
     def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -131,7 +125,6 @@ class Functions:
     """The device functions of one score modification in one kernel, None for missing ones, and their constants."""
 
     def __init__(self, functions: Mapping[str, Any], facts: Mapping[str, Any], whole: int) -> None:
-        """whole: the length of `Kind.whole`."""
         if unknown := {*functions} - {*_KNOWN}:
             raise TypeError(f"device functions of a change must be from {_KNOWN}; got {sorted(unknown)}.")
         self.__dict__.update({**dict.fromkeys(_KNOWN), **functions, **facts})
@@ -165,5 +158,4 @@ class Changes:
 
 
 def _key(x: Any) -> str:
-    """The text that identifies a device function or a constant. In the interpreter, functions have no cache_key."""
     return str(getattr(x, "cache_key", None) or repr(x))

@@ -39,7 +39,6 @@ class Changed:
     """The score modifications of one layout, as the portable kernels take them."""
 
     def __init__(self, changes: Scores, request: Request, wanted: Sequence[bool] = ()) -> None:
-        """wanted: which tensors need a gradient."""
         by_kind = changes.by_kind(wanted)
         self.all: list[Kind] = [
             KINDS[change.kind](change, request, by_kind[change.kind]) for change in changes.changes
@@ -64,7 +63,6 @@ class Changed:
         return Changes([kind.functions(part) for kind in self.applied]) if self.are_changed else None
 
     def numbers(self, part: Part) -> dict[str, Any]:
-        """The numeric arguments of a kernel, which are the same at all calls."""
         if not self.applied:
             return {}
         of_rows = part == "rows"
@@ -79,7 +77,6 @@ class Changed:
         return memory_argument([kind.learned_rows if rows else kind.learned_columns for kind in self.applied])
 
     def tensors(self, changes: Scores, device: torch.device) -> dict[str, Any]:
-        """The tensors of a call, by the names of the kernel arguments."""
         found = [kind.tensors(change, device) for kind, change in zip(self.all, changes.changes)]
         given: dict[str, Any] = {"sink_ptr": found.pop()[0]} if self.has_sink else {}
         if found:

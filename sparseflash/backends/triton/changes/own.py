@@ -39,7 +39,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Calls the function. Keeps its derivative, and the inputs of the gradients of its tensors."""
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
     q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)  # the function may index tensors with q and k
     scores, slope, more = CHANGES.kinds[NUMBER].CHANGED(
@@ -51,13 +50,11 @@ def apply(
 
 @triton.jit
 def start_rows(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Zero sums for the gradients of tensors indexed by queries."""
     return CHANGES.kinds[NUMBER].SUMS_OF_QUERIES(None, None, None, TILE)
 
 
 @triton.jit
 def start_columns(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """Zero sums for the gradients of tensors indexed by keys."""
     return CHANGES.kinds[NUMBER].SUMS_OF_KEYS(None, None, None, TILE)
 
 
@@ -83,7 +80,6 @@ def gradient_columns(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the derivative, and adds to the sums of keys."""
     slope, more = kept
     if CHANGES.kinds[NUMBER].SUMS_OF_KEYS is not None:
         sums = CHANGES.kinds[NUMBER].SUMS_OF_KEYS(sums, ds, more, ds.shape[0])
@@ -94,7 +90,6 @@ def gradient_columns(
 def finish(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the sums of a tile of tokens."""
     at = tl.arange(0, TILE)
     for number in tl.static_range(len(sums)):
         found = sums[number]
@@ -113,7 +108,6 @@ class _Functions(BoundedDict):
     """The functions by their source text. `clear` also removes the texts from `linecache`; nothing else would."""
 
     def clear(self) -> None:
-        """Forgets the functions; those still in use stay valid."""
         for found in self.values():
             linecache.cache.pop(found["__name__"], None)
         super().clear()
@@ -227,7 +221,6 @@ class OwnKind(Kind):
 
 
 def _device_of(change: Function, device: torch.device) -> torch.device:
-    """The device to trace a function on: the device of its tensors, or if it has none q's (the CPU instead of meta)."""
     if change.given:
         return change.given[0].device
     return device if device.type != "meta" else torch.device("cpu")

@@ -33,10 +33,8 @@ _PAIRS = "pair_strides, batch, head, first_q, first_k, q_len, k_len, MASKED"
 
 
 class Load(NamedTuple):
-    """One read of a learned tensor: how the kernels write its gradient, and how that becomes a gradient of the tensor.
-
-    axes: for each dimension of the tensor its index, one of "b", "h", "q", "k" or a constant, or "entry" for a
-    dimension indexed by a computed value, as in a table.
+    """One read of a learned tensor: how the kernels write its gradient, and how that becomes a gradient of the
+    tensor.
     """
 
     tensor: int
@@ -44,7 +42,6 @@ class Load(NamedTuple):
     axes: tuple[str | int, ...]
 
     def entries(self, x: Tensor) -> int:
-        """The number of entries of the table `x` for each b and h."""
         return math.prod(size for size, axis in zip(x.shape, self.axes) if axis == "entry")
 
     def gradient(self, sums: Tensor, x: Tensor) -> Tensor:
@@ -57,7 +54,7 @@ class Load(NamedTuple):
             sums = sums.sum(unread)
         left = [place for place in places if place in read]
         sums = sums.permute([left.index(place) for place in read])
-        if "entry" in self.axes:  # the entries of a table are the last dimension, in the order of the tensor's
+        if "entry" in self.axes:
             sums = sums.unflatten(-1, [size for size, axis in zip(x.shape, self.axes) if axis == "entry"])
         order = [axis for axis in self.axes if isinstance(axis, str) and axis != "entry"]
         order += [f"entry {dim}" for dim, axis in enumerate(self.axes) if axis == "entry"]
@@ -80,11 +77,11 @@ class Source:
         # Of each node, found once: a value may be used by many others.
         self._wide: dict[int, bool] = {}
         self._ranges: dict[int, tuple[int, int] | None] = {}
-        self._outside: list[str] = []  # expressions that count the indices outside of their tensors
+        self._outside: list[str] = []
         self.text = ""
 
     def written(self, output: int, slope: int | None, wanted: Sequence[int]) -> list[Load]:
-        """Writes the text. Returns the reads of the tensors `wanted`, in the order in which kernels write gradients."""
+        """Returns the reads of the tensors `wanted`, in the order in which kernels write gradients."""
         made = self._made
         reads = [at for at in sorted(made.reads(output)) if made.nodes[at].op == "load"]
         learned = [at for at in reads if made.nodes[at].value in wanted]
@@ -124,7 +121,7 @@ class Source:
         for number, at in enumerate(learned):
             if loads[at].way in ("queries", "keys"):
                 continue
-            if first is None:  # in dq_kernel, the parts of queries come first; dk_dv_kernel has the parts of keys
+            if first is None:
                 first = number - sum(loads[each].way == "keys" for each in learned)
             part, gradient = f"parts[{first}]", f"product(ds, more[{number}])"
             first += 1
@@ -147,7 +144,6 @@ class Source:
             parts.append(_function(f"stores(ds, more, parts, numbers, {_PAIRS}: tl.constexpr)", lines))
 
     def _load(self, node: Node) -> Load:
-        """Decides how the gradient of a load is written."""
         tensor = int(node.value)
         axes: list[str | int] = []
         for each in node.inputs:
@@ -156,7 +152,7 @@ class Source:
             axes.append(
                 index.op if index.op in PLACES and new else int(index.value) if index.op == "number" else "entry"
             )
-        if "entry" in axes:  # a table, for each b and h
+        if "entry" in axes:
             return Load(tensor, "table", tuple(each if each in ("b", "h") else "entry" for each in axes))
         way: Way = "queries" if "k" not in axes else "pairs" if "q" in axes else "keys"
         return Load(tensor, way, tuple(axes))
@@ -220,8 +216,8 @@ class Source:
         return _CORNERS[node.op](*found)
 
     def _power(self, number: int, base: str, exponent: float) -> str:
-        """A power by repeated squaring, times a root for a fractional exponent. So a base that is 0 or negative has
-        the same power as in PyTorch.
+        """A power by repeated squaring, times a root for a fractional exponent: a base that is 0 or negative has the
+        same power as in PyTorch.
         """
         times, rest = int(abs(exponent)), abs(exponent) % 1
         factors, square = [], base
@@ -243,7 +239,7 @@ class Source:
         tensor = int(node.value)
         x = self._tensors[tensor]
         address, outside = [f"pointers[{tensor}]"], []
-        reach = 0  # the largest offset that is computed in 32 bits
+        reach = 0
         for dim, each in enumerate(node.inputs):
             index = self._made.nodes[each]
             if index.op == "number":
@@ -284,7 +280,6 @@ class Source:
         self._lines.append(f"x{number} = {read}{cast}")
 
     def _entry(self, node: Node, load: Load) -> str:
-        """The flat index of an entry of a table, within its b and h."""
         found = "0"
         for dim in _entry_dims(load):
             index, size = node.inputs[dim], self._number(load.tensor, "size", dim)
@@ -310,8 +305,6 @@ class Source:
 
 
 def _by_corners(of: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """The range of an operation whose extremes occur at the extremes of its operands."""
-
     def found(*ranges: tuple[int, int]) -> tuple[int, int]:
         values = [of(*corner) for corner in product(*ranges)]
         return min(values), max(values)
@@ -319,7 +312,6 @@ def _by_corners(of: Callable[..., int]) -> Callable[..., tuple[int, int]]:
     return found
 
 
-# For each operation, the range of an integer result from the ranges of its operands; divisors are positive.
 _CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
     "add": _by_corners(operator.add), "sub": _by_corners(operator.sub), "mul": _by_corners(operator.mul),
     "neg": _by_corners(operator.neg), "minimum": _by_corners(min), "maximum": _by_corners(max),

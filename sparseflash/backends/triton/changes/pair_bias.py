@@ -50,7 +50,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the loaded tile."""
     return scores + read.to(tl.float32), ()
 
 
@@ -59,7 +58,6 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of the tile."""
     store_pair_gradients(
         ds, args.learned[0], args.numbers[1], at.batch, at.head, at.first_q, at.first_k, at.q_len, at.k_len, MASKED
     )  # fmt: skip
@@ -159,7 +157,6 @@ def strides_of_pairs(strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def strides_of_all_pairs(request: Request) -> tuple[int, ...]:
-    """`strides_of_pairs` for the gradients of all scores. From them Triton infers whether rows are aligned."""
     return strides_of_pairs(torch.empty(request[:4], device="meta").stride())
 
 

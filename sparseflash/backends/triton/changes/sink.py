@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 @triton.jit
 def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
-    """Adds the sink to the softmax: `(new m_i, factor for the accumulator, new l_i)`."""
     sink = tl.load(sink_ptr + head).to(tl.float32)
     if KEEP:
         m_new = finite_maximum(tl.maximum(m_i, sink))
@@ -39,14 +38,13 @@ def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
 
 @triton.jit
 def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
-    """`means_step` for the sink. The gradient of its weight is 0."""
     exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
     exps = exp2_rounded(tl.minimum(exponent, 0.0))  # above 0 or NaN only for a query without keys
     return delta - exps * inverse * estimate, weight + exps
 
 
 class SinkKind(Kind):
-    """A sink. Its gradient follows from lse and delta of each query, so no kernel writes it."""
+    """The gradient follows from lse and delta of each query, so no kernel writes it."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({})
@@ -66,7 +64,6 @@ class SinkKind(Kind):
 
 @gluon.jit
 def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximum, total, head):
-    """Adds the sink to the maxima and sums of rows: `(maximum, total, factor of the accumulator)`."""
     tensors, _, _, _ = args
     sink = gl.cast(gl.load(tensors[0] + head), gl.float32) * LOG2E
     with_it = gl.maximum(maximum, sink)
@@ -75,7 +72,7 @@ def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximu
 
 
 class SinkOnHopper(HopperKind):
-    """A sink. Only the forward adds it: the lse that the backward reads includes it."""
+    """Only the forward adds a sink: the lse that the backward reads includes it."""
 
     learns = at_all_dims = goes_beside = True
     merging = ("sink_ptr",)

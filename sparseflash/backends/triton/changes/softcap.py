@@ -19,7 +19,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Caps scores, and keeps the derivative of the cap."""
     cap, inverse_cap = args.numbers
     ratio, slope = tanh_and_slope(scores * inverse_cap, CHANGES.kinds[NUMBER].HARDWARE_TANH)
     return ratio * cap, slope
@@ -30,13 +29,11 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the derivative of the cap."""
     return ds * kept, sums
 
 
 @triton.jit
 def tanh(x, HARDWARE_TANH: tl.constexpr):
-    """See `tanh_and_slope`."""
     return tanh_and_slope(x, HARDWARE_TANH)[0]
 
 
@@ -53,7 +50,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
     else:
         missing = 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
         far = tl.where(x < 0.0, missing - 1.0, 1.0 - missing)
-        square = x * x  # near 0 the difference above loses digits, so a Taylor series is used
+        square = x * x
         series = -1.4558343870513183e-03
         series = series * square + 3.5921280365724810e-03
         series = series * square - 8.8632355299021966e-03
@@ -67,7 +64,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
 
 
 class SoftcapKind(Kind):
-    """A soft cap. It has no tensors."""
+    """A soft cap."""
 
     def __init__(self, change: Any, request: Request, wanted: object) -> None:
         super().__init__({"apply": apply})
@@ -77,7 +74,6 @@ class SoftcapKind(Kind):
 
 
 def has_hardware_tanh(request: Request) -> bool:
-    """Whether the error of the hardware's tanh is acceptable: for half precision."""
     return request.dtype.itemsize == 2 and not INTERPRETED
 
 
@@ -90,26 +86,23 @@ CAPS = 1e-12, 1e30
 
 @gluon.jit
 def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
-    """Caps the scores, which are in units of the cap."""
     _, numbers, _, _ = args
     return hyperbolic_tangent(s * numbers[0]), of_tile
 
 
 @gluon.jit
 def hopper_apply_again(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
-    """Caps the recomputed scores, which are in units of the cap."""
     _, numbers, _, _, _, _ = args
     return hyperbolic_tangent(s * numbers[0])
 
 
 @gluon.jit
 def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s, of_tile):
-    """Multiplies by the derivative of the cap."""
     return p * (1.0 - s * s)
 
 
 class SoftcapOnHopper(HopperKind):
-    """A soft cap. It has no tensors, and scores are in units of the cap."""
+    """It has no tensors, and scores are in units of the cap."""
 
     at_all_dims = goes_beside = keeps_branch = True
 

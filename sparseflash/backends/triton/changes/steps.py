@@ -42,12 +42,13 @@ def loaded(
 ):  # fmt: skip
     """The results of `load` of each score modification, before the matrix products of a tile.
 
-    Biases are loaded before the product because of register layouts. The load of a bias has another layout than the
-    scores. Where the two meet outside of a product, as in a row maximum, Triton converts to the layout of the later
-    operation. If that is the load, all scores are converted to its layout and back, and a row is reduced across a warp.
-    Where rows of a 16-bit bias do not begin at multiples of 16 elements, that takes 40 to 110 times the shuffles and
-    spills 550 to 1,550 bytes (forward, D = 32 to 128, Triton 3.6 and 3.9). A key bias is loaded in `apply` instead:
-    here it would take longer (experiments/results/tried/scores.csv).
+    Biases are loaded before the product because of register layouts.
+
+    The load of a bias has another layout than the scores. Where the two meet outside of a product, as in a row maximum,
+    Triton converts to the layout of the later operation. If that is the load, all scores are converted to its layout
+    and back, and a row is reduced across a warp. Where rows of a 16-bit bias do not begin at multiples of 16 elements,
+    that takes 40 to 110 times the shuffles and spills 550 to 1,550 bytes (forward, D = 32 to 128, Triton 3.6 and 3.9).
+    A key bias is loaded in `apply` instead: here it would take longer (experiments/results/tried/scores.csv).
     """
     found = ()
     for i in tl.static_range(len(CHANGES.kinds)):
@@ -82,7 +83,6 @@ def changed_scores(
 
 @triton.jit
 def no_sums(CHANGES: tl.constexpr, TILE: tl.constexpr):
-    """The initial sums of each score modification; () if it keeps none."""
     found = ()
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
@@ -98,7 +98,6 @@ def gradients_before(
     CHANGES: tl.constexpr, changes, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Goes backwards through the score modifications: `(gradient of scale * q k^T, new sums)`."""
     found = ()
     for n in tl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[CHANGES.BACKWARDS[n]].gradient is None:
@@ -116,7 +115,6 @@ def gradients_before(
 def finish(
     CHANGES: tl.constexpr, changes, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the sums of each score modification after the last tile."""
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
             if CHANGES.kinds[i].finish is not None:

@@ -93,7 +93,6 @@ def gradient_runs(
 def finish_runs(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Adds the last sums to the copy of the table."""
     add_to_entry(own_table(args) + sums[1], sums[0])
 
 
@@ -105,7 +104,6 @@ def apply_codes(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the entries of the codes."""
     values_ptr = args.tensors[0] + tl.cast(at.head, tl.int64) * args.whole[0]
     codes = codes_of_tokens(args, at, TILE_M, TILE_N, TRANSPOSED)
     return scores + entries_at(values_ptr, codes, CHANGES.kinds[NUMBER].COMPILED).to(tl.float32), ()
@@ -116,7 +114,6 @@ def gradient_codes(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of a tile to this program's copy of the table."""
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     codes = codes_of_tokens(args, at, TILE_M, TILE_N, False)
@@ -172,7 +169,6 @@ def entries_at(table_ptr, at, COMPILED: tl.constexpr):
 
 @triton.jit
 def codes_of_tile(at, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The smallest and the largest code of a tile, as `codes_of_places` defines codes."""
     least_q, most_q = least_and_most(at.first_q, at.q_len, TILE_M)
     least_k, most_k = least_and_most(at.first_k, at.k_len, TILE_N)
     return least_q + (at.k_len - 1) - most_k, most_q + (at.k_len - 1) - least_k
@@ -180,7 +176,6 @@ def codes_of_tile(at, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def shared_bucket(args, smallest, largest):
-    """`(code, whether all codes from the smallest to the largest have the bucket of this code)`."""
     first_end, last_start = args.begun
     is_first, is_last = largest <= first_end, smallest >= last_start
     code = tl.where(is_first, 0, tl.where(is_last, args.whole[0] - 1, smallest))
@@ -232,12 +227,11 @@ def add_to_entry(entry_ptr, gradients):
 
 @triton.jit
 def own_table(args):
-    """A pointer to this program's copy of the table's gradients."""
     return args.learned[0] + tl.cast(tl.program_id(0), tl.int64) * args.whole[1]
 
 
 class TableKind(Kind):
-    """A relative position table. Each program of dq_kernel adds gradients to its own copy of one head's entries."""
+    """Each program of dq_kernel adds gradients to its own copy of one head's entries."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         self._has_runs, self._dtype = change.until.numel() > 0, request.dtype

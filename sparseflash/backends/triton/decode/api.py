@@ -28,7 +28,7 @@ SHARED_MEMORY = 99 * 1024  # bytes per program on every supported GPU; the limit
 
 
 class Call:
-    """A decoding step prepared for one layout. Each call passes the tensors."""
+    """A decoding step prepared for one layout."""
 
     def __init__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
@@ -37,7 +37,7 @@ class Call:
 
         scale: at least 0, because the softmax takes the maximum before scaling.
         """
-        check_runs(q)
+        check_runs(q, INTERPRETED)
         (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]
         kv_heads, mask = k_cache.shape[1], of.mask
         # Query heads that share keys but have different mask patterns run in separate programs.
@@ -58,7 +58,7 @@ class Call:
         ):
             check_count(what, *factors, remedy="Split the batch, or pass fewer of them.")
         self.out, self.lse = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len)
-        self.workspace = parts * (padded_v + 2)  # numbers of fp32
+        self.workspace = parts * (padded_v + 2)
         self.programs = batch * heads * row_tiles * splits, batch * q_heads * q_len
 
         keep = q.dtype == torch.float32
@@ -153,7 +153,6 @@ def fitting(block_m: int, block_n: int, dim: int, v_dim: int, size: int) -> tupl
 
 
 def _power(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -165,7 +164,6 @@ def _stride(x: Tensor, name: str) -> int:
 
 
 def _kind(stride: int) -> tuple[bool, bool, bool]:
-    """The properties of a stride that Triton specialises on."""
     return stride % 16 == 0, stride == 1, stride >= 2**31
 
 

@@ -49,7 +49,6 @@ class Changes(NamedTuple):
 
     @classmethod
     def of(cls, changes: Scores | None) -> Changes:
-        """changes: the field of `Cached`, without a temperature."""
         if changes is None:
             return _NONE
         cap, distance, codes, bias, sink = map(

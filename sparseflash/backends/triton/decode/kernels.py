@@ -14,7 +14,6 @@ import triton.language as tl
 from sparseflash.backends.triton.decode.changes import changed
 from sparseflash.backends.triton.device_functions.softmax import LN2, decay, softmax_step
 
-# A program walks the keys of a range, the chosen pages, or the tiles of a mask's rows.
 RANGE = tl.constexpr("range")
 PAGES = tl.constexpr("pages")
 MASK = tl.constexpr("mask")
@@ -304,11 +303,11 @@ def combine_kernel(
     l_part = tl.load(totals_ptr + part, mask=here, other=0.0)
     acc_part = tl.load(sums_ptr + part[:, None] * PADDED_DV + dims[None, :], mask=here[:, None], other=0.0)
     m_i = tl.max(m_part, 0)
-    if sink_ptr is not None:  # then KEEP, and the scale is 1
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + row // q_len % q_heads).to(tl.float32)
         m_i = tl.maximum(m_i, sink)
     empty = m_i == float("-inf")
-    m_safe = tl.where(empty, 0.0, m_i)  # -inf - -inf is NaN
+    m_safe = tl.where(empty, 0.0, m_i)
     alpha = decay(m_part, m_safe, qk_scale, KEEP)
     total = tl.sum(l_part * alpha, 0)
     if sink_ptr is not None:

@@ -1,4 +1,1 @@
-"""Device functions that kernels of several families use, and the kernels that merge partial results.
-
-It depends on no family.
-"""
+"""Device functions that kernels of several families use, and the kernels that merge partial results."""

@@ -78,7 +78,7 @@ def sum_of_parts(
     parts_ptr, token, first_part, parts, SIZE: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the parts, for TOKENS tokens: [TOKENS, PADDED_DIM]. FIRST: the offset of the numbers in a part."""
+    """The sum of the parts, for TOKENS tokens: [TOKENS, PADDED_DIM]."""
     total = tl.zeros([TOKENS, PADDED_DIM], tl.float32)
     for i in tl.range(0, parts, num_stages=AHEAD):
         at = part_pointers(parts_ptr + token * PADDED_DIM, first_part + i, SIZE, FIRST, TOKENS, PADDED_DIM)

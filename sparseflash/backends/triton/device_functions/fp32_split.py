@@ -5,8 +5,7 @@ together less than half an ulp, are dropped. So six bf16 products, each exact an
 fp32 product, and faster on tensor cores (bf16x6; Henry, Tang and Heinecke, "Leveraging the bfloat16 Artificial
 Intelligence Datatype For Higher-Precision Computations", 2019).
 
-Tensors that are loaded many times are split in advance, by `pieces_kernel`; others where they are multiplied. The
-pieces of an infinity sum to NaN.
+The pieces of an infinity sum to NaN.
 """
 
 from __future__ import annotations
@@ -141,8 +140,9 @@ def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = F
 
 @triton.jit
 def product_of_whole(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr):
-    """x y. The tiles are split here, because Triton's own bf16x6 cannot add the six products in the MIRRORED order. The
-    interpreter multiplies in fp32 and needs no pieces.
+    """x y. The tiles are split here, because Triton's own bf16x6 cannot add the six products in the MIRRORED order.
+
+    The interpreter multiplies in fp32 and needs no pieces.
     """
     if _SPLITTING == "ieee":
         return tl.dot(x, y, input_precision=_SPLITTING)
@@ -222,7 +222,6 @@ def is_in_pieces(x: Tensor) -> bool:
 
 @bounded(maxsize=512)
 def _splitting(device: torch.device, *layout: object) -> Launch:
-    """The launch of `pieces_kernel`. layout: all that Triton may specialise on; see `Launch.of_all_arguments`."""
     refuse_to_record(device)  # a first launch compiles and loads code
     return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 
@@ -232,12 +231,10 @@ def precision_of(arithmetic: str, *, in_pieces: bool, corrected: bool) -> str:
 
     >>> precision_of("half", in_pieces=False, corrected=True)
     'tf32'
-
-    corrected: whether the correction of sums was fitted on the GPU.
     """
     if arithmetic != "fp32":
         return "tf32"
-    if corrected and not INTERPRETED:  # the interpreter rounds
+    if corrected and not INTERPRETED:
         return str((PIECES_CORRECTED if in_pieces else WHOLE_CORRECTED).value)
     return str((PIECES if in_pieces else WHOLE).value)
 

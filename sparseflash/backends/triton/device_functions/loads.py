@@ -1,6 +1,4 @@
-"""Loads and stores of the kernels: tiles of tokens, the bits of mask tiles, partial results.
-
-A tile of streamed tokens is contiguous, or gathered from small blocks: `GATHERED` is their size in tokens, or 0.
+"""A tile of streamed tokens is contiguous, or gathered from small blocks: `GATHERED` is their size in tokens, or 0.
 `first` is the number of the first token, a scalar, or of a gathered tile the numbers of all its tokens, [TOKENS].
 """
 
@@ -39,8 +37,7 @@ def load_tokens(
 ):  # fmt: skip
     """The tokens of a tile of x[batch, head], [TOKENS, PADDED_DIM], zeros past the ends; with PIECES, their pieces.
 
-    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end. Pieces lie
-    side by side, in PADDED_DIM columns each.
+    `x` is a tensor descriptor if TMA, a pointer otherwise; INSIDE promises that no token is past the end.
     """
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         first_piece = load_columns(

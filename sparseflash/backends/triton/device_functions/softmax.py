@@ -75,7 +75,7 @@ def recomputed_weights(
     """The weights of a tile in the backward: `(exponentials, weights)`, which are equal unless KEEP.
 
     If KEEP, `lse2` is the maximum of the raw scores and `inverse` the inverse sum of exponentials; otherwise `lse2` is
-    the lse in base 2. Each has one number per query and broadcasts with `scores`.
+    the lse in base 2.
     """
     if CHANGED and not KEEP:
         # Weights are at most 1, but the difference of two very low numbers has a large rounding error. lse2 is never

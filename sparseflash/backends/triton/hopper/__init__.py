@@ -1,1 +1,1 @@
-"""Gluon kernels for Hopper GPUs (sm_90). They take the same masks as the portable kernels."""
+"""Gluon kernels for Hopper GPUs (sm_90)."""

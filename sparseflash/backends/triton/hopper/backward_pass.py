@@ -44,8 +44,8 @@ from sparseflash.scores.change import Scores
 class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
-    tile = BLOCK  # of the lists
-    keys = BLOCK[1]  # of an item
+    tile = BLOCK
+    keys = BLOCK[1]
     computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     learns: bool  # whether a tensor of the score modifications needs a gradient
     has_gaps = False  # whether parts have channels that the kernel does not write
@@ -67,7 +67,7 @@ class BackwardLayout:
         )
         config = config.with_pairs() if self.changed.has_buffers else config
         row_tiles = -(-q_len // BLOCK[0])
-        steps = BLOCK[0] // config.rows  # of a tile
+        steps = BLOCK[0] // config.rows
         self.pieces = batch * heads * row_tiles * steps
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
         self.rows = config.rows
@@ -151,9 +151,6 @@ class BackwardLayout:
         return merge_launch(combine_gradients_kernel, constants, by_name, examples, setting.plan.device)
 
     def workspace(self) -> dict[str, Tensor]:
-        """Memory for one call, by the names of arguments, except for parts: rows of -lse and -delta, chains of dq,
-        counters.
-        """
         found: dict[str, Tensor] = {}
         for names, each in self._workspace.items():
             x = torch.empty_like(each)
@@ -186,13 +183,11 @@ class Backward:
         self._kernels = LaunchSequence(layout.begin, *self._main, self._finish, self._combine)
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
-        """The launch that ends dq."""
         return self.layout.finish.bind(self.layout.pieces, chain_ptr=self.plan.chain)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)`."""
         return self._run(dout, dlse, saved, lengths)[0]
 
     def with_learned(
@@ -222,7 +217,6 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
         written: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-        """The gradients, and the -lse and -delta that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
         empty = self.layout.empty
         dq, dk, dv = empty(q), empty(k), empty(v)
@@ -247,14 +241,12 @@ class Backward:
         return (dq, dk, dv), workspace["rows_ptr"]
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
         prepared = list(self.layout.changed.launches)
         for kind, bound in zip(self.layout.changed.all, self._bound):
             prepared += kind.launches_of(bound)
         return [*prepared, *self._kernels.launches]
 
     def choices(self) -> list[KernelChoice]:
-        """Describes the main kernel for `explain`."""
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
@@ -274,7 +266,7 @@ def planned_backward(plan: Plan, programs: int, tile: tuple[int, int] = BLOCK) -
 
 
 def _planned(plan: Plan, programs: int, tile: tuple[int, int]) -> BackwardPlan:
-    lists = plan.lists.get(1, Tiling(*reversed(tile))).to(plan.device)  # small masks are planned on the host
+    lists = plan.lists.get(1, Tiling(*reversed(tile))).to(plan.device)
     lists.ready.wait()
     (q_len, k_len), may_wait = plan.lists.tokens, plan.lists.reusable
     if plan.device.type != "cuda":

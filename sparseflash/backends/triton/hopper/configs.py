@@ -1,4 +1,4 @@
-"""Configurations of the Hopper kernels, by head dim. A test compiles every one of them."""
+"""Configurations of the Hopper kernels, by head dim."""
 
 from __future__ import annotations
 
@@ -93,12 +93,10 @@ class Config(NamedTuple):
 
     @property
     def dim(self) -> int:
-        """All channels of queries and keys."""
         return sum(self.dims)
 
     @property
     def keys(self) -> int:
-        """Keys of a step."""
         return self.tile[1] // self.split
 
     @property
@@ -108,12 +106,10 @@ class Config(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The warpgroups that share an item."""
         return self.tile[0] // ROWS
 
     @property
     def shape(self) -> Shape:
-        """The kernel's compile-time argument."""
         return Shape(
             self.keys, self.split, *self.dims, *self.v_dims, self.padded_v_dim, self.v_dims[0] // self.out_pieces,
             self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.registers,
@@ -122,7 +118,6 @@ class Config(NamedTuple):
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
         of_queries = self.q_buffers * self.tile[0] * self.dim
         of_keys = self.stages * self.keys * (self.dim + sum(self.v_dims))
         of_out = self.tile[0] * (self.v_dims[0] // self.out_pieces + self.v_dims[1])
@@ -166,17 +161,14 @@ class DkDvConfig(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The warpgroups that multiply."""
         return GROUPS if self.programs == 1 else 1
 
     @property
     def start_registers(self) -> int:
-        """Registers of a thread at launch."""
         return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = self.groups * ROWS * (dim + (v_dim if self.has_dk else 0))
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
@@ -196,68 +188,17 @@ class DqConfig(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """The warpgroups that multiply."""
         return GROUPS if self.programs == 1 else 1
 
     @property
     def start_registers(self) -> int:
-        """Registers of a thread at launch."""
         return START_REGISTERS[self.programs]
 
     @property
     def shared_memory(self) -> int:
-        """Bytes."""
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = WIDE_KEYS * (self.stages * dim + self.v_stages * v_dim)
         return 2 * (self.groups * ROWS * (dim + v_dim) + of_keys) + _BARRIERS
-
-
-class Limits(NamedTuple):
-    """Where these kernels were measured faster than the portable ones: experiments/results/tried/choice.csv.
-
-    Limits are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
-    the batch in any case.
-    """
-
-    forward_queries_64: int = 512
-    forward_queries_small: int = 1024  # in blocks of 64
-    forward_queries_dynamic: int = 4096  # for a dynamic mask
-    backward_queries: int = 512
-    most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # beyond this, queries are few and the portable kernels split their keys
-    few_queries: int = 16  # from this number on, the forward of few queries is chosen all the same
-    few_queries_other: int = 128  # the same at head dims without a configuration of their own
-    few_queries_backward: int = 128  # the same for the backward
-    forward_dim: int = 64  # the least of D and Dv
-    backward_dim: int = 32
-    forward_queries_other: int = 512  # at head dims without a configuration of their own
-    backward_queries_dynamic: int = 16_384  # for a dynamic mask
-    most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
-    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
-    backward_queries_small: int = 16_384  # in blocks of 64; not measured below
-    backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
-
-    def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
-        """Whether the backward of plain scores is chosen in blocks of 64."""
-        return min(dims) >= self.backward_dim_small and (not dynamic or self.backward_small_dynamic)
-
-    def least_queries(
-        self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
-    ) -> int:  # fmt: skip
-        """These kernels are chosen from this number of queries a head on."""
-        if backward:
-            of_block = self.backward_queries_small if block == SMALL else self.backward_queries
-            return self.backward_queries_dynamic if dynamic else of_block
-        if dynamic:
-            return self.forward_queries_dynamic
-        if not is_common(dims):
-            return self.forward_queries_other
-        if block == SMALL:
-            return self.forward_queries_small
-        return self.forward_queries_64 if dims[0] == 64 else 1
-
-
-LIMITS = Limits()
 
 
 def is_common(dims: tuple[int, int]) -> bool:
@@ -286,8 +227,8 @@ def pieces_of(dim: int) -> tuple[int, int]:
     return min(sums)[2:]
 
 
-# At D = 96 values are multiplied as 128 channels: a product with weights from registers takes as long for 32 channels as
-# for 64, so two pieces would take as long and wait twice.
+# At D = 96 values are multiplied as 128 channels. In two pieces they took 1.07 of the time: presumably a product with
+# weights from registers takes as long for 32 channels as for 64.
 _MEASURED = {
     BLOCK: {
         64: Config((64, 0), (64, 0), 4, in_turns=True), 96: Config((64, 32), (128, 0), 2),
@@ -357,7 +298,6 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
 
 
 def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Config]:
-    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages."""
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     if tile == SMALL:
         base = Config(dims, v_dims, 0, SMALL, 2, kept=2 if dims[1] else 1)

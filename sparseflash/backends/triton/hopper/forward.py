@@ -46,7 +46,7 @@ def buffers(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     for c in gl.static_range(Q_BUFFERS * GROUPS):
-        mbarrier.init(q_full.index(c), count=2)  # the record, the queries
+        mbarrier.init(q_full.index(c), count=2)
         mbarrier.init(q_empty.index(c), count=1 if Q_BUFFERS == 2 else 128)
     for c in gl.static_range(STAGES):
         mbarrier.init(k_full.index(c), count=1)
@@ -60,7 +60,7 @@ def buffers(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", *WHOLE_NUMBERS,
     ],
-    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of

@@ -41,8 +41,8 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 
 @gluon.jit
 def next_item(counter_ptr, items, streams):
-    """The number of an item that no other stream has. The stream that draws the last number resets the counter for the
-    next launch: each stream draws once for every item that it runs, so `items` numbers are drawn.
+    """The stream that draws the last number resets the counter for the next launch: each stream draws once for every
+    item that it runs, so `items` numbers are drawn.
     """
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
     if drawn == items - 1:
@@ -136,7 +136,7 @@ def loader(
             )
             if first > start:
                 start, block, tile = first, gl.load(index_ptr + first), gl.load(tile_ptr + first)
-        if SPLIT > 1:  # from here on in steps
+        if SPLIT > 1:
             # A row without tiles has one dead tile, which needs only its first step.
             count = gl.where(tile < 0, 1, count * SPLIT)
             start, full, block = start * SPLIT, full * SPLIT, block * SPLIT
@@ -164,7 +164,7 @@ def loader(
         record_s.index(turn % RECORDS).store(record)
         for c in gl.static_range(GROUPS):
             bar = q_full.index(slot * GROUPS + c)
-            mbarrier.arrive(bar, count=1)  # for the record
+            mbarrier.arrive(bar, count=1)
             if is_item:
                 mbarrier.expect(bar, Q_BYTES)
                 async_load(q_desc, [batch, head, first_q + c * ROWS, 0], bar, q_s.index(slot * GROUPS + c))

@@ -41,7 +41,7 @@ from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
 _SOME_COUNTERS = torch.empty(16, dtype=torch.int32, device="meta")
-_counters = BoundedDict(256)  # by device and stream
+_counters = BoundedDict(256)
 
 
 class ForwardLayout:
@@ -125,7 +125,6 @@ class Forward:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """`(out, lse, None)`."""
         layout = self.layout
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(layout.an_lse)
@@ -147,15 +146,13 @@ class Forward:
         return out, lse, None
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernels that a call launches."""
         return [*self.layout.changed.launches, *self._kernels.launches]
 
     def choices(self) -> list[KernelChoice]:
-        """Describes the main kernel for `explain`."""
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         config = self.layout.config
-        warps = 8 + config.streams  # warps that multiply, and warps that load
+        warps = 8 + config.streams
         return [
             described_choice(
                 "forward",

@@ -220,5 +220,5 @@ def consumer(
                 HAS_LENGTHS and CHANGES.MAY_BE_NAN, HAS_PARTS,
             )  # fmt: skip
     if IN_TURNS and C == 0:
-        at_turn_of(0, "sync")  # the other warpgroup's last arrival
+        at_turn_of(0, "sync")
     tma.store_wait(0)

@@ -44,7 +44,6 @@ def accumulator(products, _semantic=None):
 
 
 def _tensor_type(products: Any) -> Any:
-    """Products in flight have a type of their own until `accumulator` hides it."""
     return getattr(products.type, "tensor_type", products.type)
 
 
@@ -55,7 +54,7 @@ def local_mma_wait(products, pending, _semantic=None):
     `warpgroup_mma_wait` also makes the warpgroups of a partition wait for one another (Triton 3.7 and later).
     """
     kind = _tensor_type(products)
-    count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))  # of a thread
+    count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))
     in_place = ["=f"] * count + [str(i) for i in range(count)]
     return inline_asm_elementwise(
         f"wgmma.wait_group.sync.aligned {getattr(pending, 'value', pending)};", ",".join(in_place),

@@ -52,5 +52,4 @@ class HopperCall:
         return by_head.reshape(self._batch, self._kv_heads * self._group, -1)[:, :, : self._k_len]
 
     def _places(self) -> tuple[Tensor, Tensor]:
-        """The number of batch element and KV head, and the first key, of each item."""
         return self._plan.work[:, ITEM_NUMBER.value].long(), self._plan.work[:, ITEM_FIRST_KEY.value].long()

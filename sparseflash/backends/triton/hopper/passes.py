@@ -48,7 +48,7 @@ def backward(
     tile, in_two = backward_form(setting.plan, setting.block, dims, () if changes is None else changes.kinds)
     programs = programs_of(setting.plan.device) * (2 if tile == SMALL else 1)
     plan = planned_backward(setting.plan, programs, tile)
-    size = tile, None if in_two else plan.chains, plan.parts > 0  # two kernels have no chains
+    size = tile, None if in_two else plan.chains, plan.parts > 0
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
         make = partial(WideBackwardLayout, tile=tile) if in_two else partial(BackwardLayout, chains=plan.chains)

@@ -10,7 +10,6 @@ RECORD = gl.constexpr(16)  # numbers
 # last time.
 RECORDS = gl.constexpr(4)
 
-# Indices of the numbers.
 BATCH_HEAD = gl.constexpr(0)
 BATCH = gl.constexpr(1)
 HEAD = gl.constexpr(2)
@@ -38,20 +37,20 @@ def field(record_s, turn, N: gl.constexpr):
 
 
 @gluon.jit
-def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr):
+def send(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr):
     """Passes number WHICH of the OF numbers of a backward's step, so that no warpgroup waits for global memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     number_s.index(stage * OF + WHICH).store(gl.full([1], number, gl.int32, layout=layout))
 
 
 @gluon.jit
-def heard(number_s, stage, WHICH: gl.constexpr, OF: gl.constexpr):
-    """The number that `told` has stored."""
+def receive(number_s, stage, WHICH: gl.constexpr, OF: gl.constexpr):
+    """The number that `send` has stored."""
     return gl.max(number_s.index(stage * OF + WHICH).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
 
 
 @gluon.jit
-def heard_of(CHANGES: gl.constexpr, NUMBER: gl.constexpr, step, WHICH: gl.constexpr):
-    """Number WHICH of those that `tell` of score modification NUMBER has returned."""
+def received(CHANGES: gl.constexpr, NUMBER: gl.constexpr, step, WHICH: gl.constexpr):
+    """Number WHICH of those that `send` of score modification NUMBER has returned."""
     number_s, stage, _, _ = step
-    return heard(number_s, stage, CHANGES.FIRST_TOLD[NUMBER] + WHICH, CHANGES.TOLD)
+    return receive(number_s, stage, CHANGES.FIRST_SENT[NUMBER] + WHICH, CHANGES.SENT)

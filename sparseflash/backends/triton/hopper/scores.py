@@ -1,5 +1,5 @@
 """Score modifications in the Hopper kernels: a soft cap, a decay with distance, a relative position table, and biases
-of keys and of pairs. `sparseflash/scores/` defines them.
+of keys and of pairs.
 
 A cap and a decay take a few operations a score and no memory. Scores are in units of the cap, or of 1 / scale without
 one: then a cap costs its tanh and one multiplication. (In the forward a bias of pairs keeps scores in their own units.)

@@ -11,7 +11,6 @@ from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
-    LIMITS,
     SMALL,
     WIDEST,
     WIDEST_BACKWARD,
@@ -19,6 +18,7 @@ from sparseflash.backends.triton.hopper.configs import (
     may_be_small,
     tile_for,
 )
+from sparseflash.backends.triton.hopper.limits import LIMITS
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.versions import triton_version
@@ -103,12 +103,10 @@ def refuses(request: Request) -> str | None:
 
 
 def _takes(dims: tuple[int, int]) -> bool:
-    """Whether the kernels have tiles for D and Dv, which the copy engine can read."""
     return all(dim % 8 == 0 and dim <= WIDEST for dim in dims)
 
 
 def _named(kinds: Iterable[str], *, logarithmic: bool | None = None) -> str:
-    """Kinds of score modifications by the names of the functions of `sparseflash.scores` that make them."""
     decay = {None: "alibi, log_decay", False: "alibi", True: "log_decay"}[logarithmic]
     return ", ".join(decay if kind == "distance" else kind for kind in kinds)
 
@@ -193,7 +191,6 @@ def yields(request: Request) -> str | None:
 
 
 def _not_measured(request: Request) -> str | None:
-    """What has been measured at common head dims alone, if a request has it."""
     if request.dynamic:
         return "with a mask that is made at every step"
     if min(request.block) < min(BLOCK):
@@ -224,7 +221,6 @@ def _least_few_queries(request: Request) -> float:
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:
-    """The smallest tiles of the backward for a request."""
     return SMALL if may_be_small(request.block, request.dims, request.changes) else BLOCK
 
 

@@ -23,14 +23,23 @@ includes. Head dims that are not a power of 2 have two pieces, as in `forward.py
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparseflash.backends.triton.hopper.backward import header, items_of_program, part_of
-from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
-from sparseflash.backends.triton.hopper.record import told
+from sparseflash.backends.triton.hopper.backward_items import header, items_of_program, part_of
+from sparseflash.backends.triton.hopper.gluon_api import async_load, local_mma_wait
+from sparseflash.backends.triton.hopper.record import send
 from sparseflash.backends.triton.hopper.scores import read_later
-from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, opaque, tiles_of
+from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, tiles_of
 from sparseflash.backends.triton.hopper.wide_dq import store_rows, unknown
+from sparseflash.backends.triton.hopper.wide_steps import (
+    masked,
+    of_queries,
+    plus_product,
+    plus_weighted,
+    product,
+    store_part,
+    unpacked,
+)
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
 
 OF_GROUP = gl.constexpr(128)  # threads of a warpgroup; each arrives by itself when it has read a stage
@@ -61,7 +70,7 @@ def loader(
             first_q = (row % row_tiles * GROUPS + piece) * ROWS
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
-            told(number_s, stage, 0, tile, OF=1)
+            send(number_s, stage, 0, tile, OF=1)
             mbarrier.expect(q_full.index(stage), bytes_of(q_desc, q_rest_desc) + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             if q_rest_desc is not None:
@@ -91,75 +100,6 @@ def loader(
             if dout_rest_desc is not None:
                 async_load(dout_rest_desc, [batch, head, first_q, DV], dout_full.index(stage), dout_rest_s.index(stage))
             step += 1
-
-
-@gluon.jit
-def masked(
-    s, words_ptr, tile, first_key, first_row, k_left, GROUPS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    BITS: gl.constexpr,
-):  # fmt: skip
-    """s [ROWS keys, ROWS queries] where the tile's bits, from this key and row on, are set, else -inf; tile 0 is full.
-    If HAS_LENGTHS, only the first `k_left` keys are live.
-    """
-    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
-    WORDS: gl.constexpr = GROUPS * ROWS // 32  # of a key
-    key = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OF_WORDS))
-    word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
-    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (GROUPS * ROWS * WORDS)
-    at = (first_key + key)[:, None] * WORDS + word[None, :]
-    words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
-    if HAS_LENGTHS:
-        words = gl.where((key < k_left)[:, None], words, 0)
-    # `opaque` keeps the compiler from preparing the tests of bits before the loop, in eight registers.
-    shift = opaque(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS))))
-    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
-    bits = gl.convert_layout(bits.reshape([ROWS, ROWS]), s.type.layout, assert_trivial=True)
-    return gl.where(bits != 0, s, float("-inf"))
-
-
-@gluon.jit
-def store_part(part_ptr, x, first_row, FIRST: gl.constexpr, WIDTH: gl.constexpr):
-    """Writes channels from FIRST on of a warpgroup's keys of a part, [keys of an item, WIDTH]."""
-    key = first_row + opaque(gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout)))
-    column = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
-    gl.store(part_ptr + (key[:, None] * WIDTH + column[None, :]), x)
-
-
-@gluon.jit
-def product(x_s, y_s, S: gl.constexpr):
-    """x y^T [ROWS, ROWS], in flight. Unlike in `backward.py`, the sums do not start as -lse or -delta: ptxas would wait
-    for all earlier products before it sets them (C7515).
-    """
-    zero = gl.zeros([ROWS, ROWS], gl.float32, layout=S)
-    return accumulator(warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False, is_async=True))
-
-
-@gluon.jit
-def plus_product(x, y_s, z_s):
-    """x + y z^T, in flight."""
-    return accumulator(warpgroup_mma(y_s, z_s.permute((1, 0)), x, is_async=True))
-
-
-@gluon.jit
-def plus_weighted(x, weights, y_s):
-    """x + weights y, in flight, with weights in registers."""
-    weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=x.type.layout, k_width=2))
-    return accumulator(warpgroup_mma(weights, y_s, x, is_async=True))
-
-
-@gluon.jit
-def unpacked(x):
-    """x in fp32. The numbers stay in pairs, in half the registers, until here: ptxas would take them apart at once."""
-    OF_BF16: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    OF_FP16: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
-    code: gl.constexpr = OF_BF16 if x.dtype == gl.bfloat16 else OF_FP16
-    return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=False, pack=2)
-
-
-@gluon.jit
-def of_queries(rows_s, stage, WHICH: gl.constexpr, S: gl.constexpr):
-    """-lse (0) or -delta (1) of the queries of a stage, for every key."""
-    return rows_s.index(stage).slice(WHICH, 1, dim=0).load(S).broadcast_to(ROWS, ROWS)
 
 
 @gluon.jit
@@ -307,7 +247,7 @@ def consumer(
 # Sizes are not specialised: another length or number of heads causes no recompilation.
 @gluon.jit(
     do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "k_len"],
-    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )  # fmt: skip
 def wide_dkdv_kernel(
     # As in `backward_kernel`, in boxes of ROWS tokens and D or DV channels; the same tensors in boxes of D_REST or

@@ -194,7 +194,7 @@ def consumer(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "scale", "heads", "group", "q_len", "k_len", "row_tiles",
     ],
-    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+    do_not_specialize_on_alignment=["lengths_ptr"],
 )  # fmt: skip
 def wide_dq_kernel(
     # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of [1, 1, ROWS or KEYS, D or DV]; the

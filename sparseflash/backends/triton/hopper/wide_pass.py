@@ -53,9 +53,7 @@ class WideBackwardLayout(BackwardLayout):
         self, setting: Setting, tile: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor,
         scale: float, *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        """As `BackwardLayout`. tile: BLOCK or SMALL. The kernels support no score modification except a sink, which lse
-        includes.
-        """
+        """The kernels support no score modification except a sink, which lse includes."""
         device = setting.plan.device
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
         self.dims, self.kinds = (dim, v_dim), () if changes is None else changes.kinds
@@ -106,7 +104,6 @@ class WideBackwardLayout(BackwardLayout):
         self, config: DkDvConfig, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor],
         examples: Mapping[str, Any],
     ) -> Launch:  # fmt: skip
-        """The launch of the kernel for dk and dv, or for one of them."""
         left_out = [*["dk_ptr"] * (not config.has_dk), *["dv_ptr"] * (not config.has_dv)]
         read = {name: x for name, x in read.items() if name != "v" or config.has_dk}
         (first, rest), (v_first, v_rest) = config.dims, config.v_dims
@@ -131,7 +128,6 @@ class WideBackwardLayout(BackwardLayout):
     def _dq(
         self, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor], examples: Mapping[str, Any]
     ) -> Launch:
-        """The launch of the kernel for dq."""
         config = self.of_dq
         (first, rest), (v_first, v_rest) = config.dims, config.v_dims
         tiles, described = boxes_of(
@@ -157,11 +153,9 @@ class WideBackward(Backward):
 
     @property
     def warps(self) -> int:  # type: ignore[override]
-        """Warps that multiply, and one that loads."""
         return 4 * self.layout.of_dq.groups + 1
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
-        """The launch of the kernel for dq, which has a plan of its own."""
         self.rows = rows = planned_rows(setting.plan, self.layout.tile, self.layout.of_dq.programs)
         self._ready.append(rows.ready)
         return self.layout.finish.bind(
@@ -169,7 +163,6 @@ class WideBackward(Backward):
         )
 
     def choices(self) -> list[KernelChoice]:
-        """Describes both kernels for `explain`."""
         self.rows.ready.wait()
         counts = self.rows.work[:, ITEM_COUNT.value]
         tile, stages = self.layout.tile, self.layout.of_dq.stages

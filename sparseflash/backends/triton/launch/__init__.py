@@ -1,4 +1,1 @@
-"""How kernels of every family are launched: arguments by name, examples of tensors, merges, and sums of gradients.
-
-It depends on no family.
-"""
+"""How kernels of every family are launched: arguments by name, examples of tensors, merges, and sums of gradients."""

@@ -62,9 +62,7 @@ def _dtypes(x: tuple[Any, ...]) -> Any:
 
 
 def _specialised(x: tuple[Any, ...]) -> list[Any]:
-    """The key of numbers in tuples, as their lengths and the numbers. Triton may specialise on integers, such as
-    strides, but not on floats.
-    """
+    """Triton may specialise on integers, such as strides, but not on floats."""
     found: list[Any] = []
     left: list[Any] = [x]
     while left:
@@ -99,4 +97,4 @@ def empty_like(x: Tensor) -> Tensor:
     """A tensor with the layout of `torch.empty_like(x)`, on the meta device."""
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return like(x)
-    return torch.empty_like(like(x))  # imports sympy, which takes 0.3 seconds or more
+    return torch.empty_like(like(x))

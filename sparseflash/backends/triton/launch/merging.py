@@ -17,7 +17,7 @@ def merge_launch(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """The launch of a kernel of `combine.py`, not bound to work. Calls pass the partial results and `examples`."""
+    """The launch of a kernel of `combine.py`, not bound to work."""
     return launch_of(
         function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, device, {}, bound=("merged_ptr",),
         num_warps=4, num_stages=2,

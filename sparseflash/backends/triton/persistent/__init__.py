@@ -1,8 +1,5 @@
 """Plans of persistent kernels, which run one program per multiprocessor: the items of each program and their order.
 
-Nothing here depends on a GPU's generation. `plan` and `dynamic_plan` make the forward's plan, `backward_plan` and
-`cuts` the backward's; `fused_plan`, `timeline` and `dealing` make the same plan by kernels on a GPU.
-
-May import `schedule`, of `backends/triton` `architecture`, `compile_ahead` and `launcher`, and `bitmask`, `cache`,
-`streams` and `transfer` of the masks.
+`plan` and `dynamic_plan` make the forward's plan, `backward_plan` and `cuts` the backward's; `fused_plan`, `timeline`
+and `dealing` make the same plan by kernels on a GPU.
 """

@@ -50,9 +50,9 @@ Ints = NDArray[np.int64]
 # order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13.
 #
 # Few queries of many keys are few tiles, each with very many additions, to which all programs add at a time. Where a
-# head has more than _FEW times as many additions to a tile as live tiles, it has a chain for every so many additions as
-# a program makes. In a simulation of 1,024 queries and 65,536 keys one chain a tile takes 5.3 times as long as without
-# any order, and about as long as measured on an H200; 17 chains a tile take 1.02 times as long.
+# head has more than _FEW times as many additions to a tile as live tiles, its number of chains follows from the number
+# of additions that a program makes. In a simulation of 1,024 queries and 65,536 keys one chain a tile takes 5.3 times
+# as long as without any order, and about as long as measured on an H200; 17 chains a tile take 1.02 times as long.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
 _FEW = 4
@@ -92,7 +92,6 @@ class Entry(NamedTuple):
 # Kernels index the numbers of all entries with 32 bits.
 MOST_ENTRIES_LISTED = COUNT // len(Entry._fields) - 1
 
-# Indices of these numbers, for kernels.
 ITEM = tl.constexpr(len(BackwardItem._fields))
 ITEM_NUMBER = place(BackwardItem, "number")
 ITEM_FIRST_KEY = place(BackwardItem, "first_key")
@@ -126,7 +125,6 @@ class BackwardPlan:
 
     @property
     def programs(self) -> int:
-        """How many programs run, all at the same time."""
         return len(self.start) - 1
 
 
@@ -166,7 +164,7 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
     Synchronises with the device only if the sizes allow more.
     """
     tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
-    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # equal rows share a list
+    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)
     if pattern.numel() * most <= MOST_ENTRIES_LISTED:
         return
     columns = -(-k_len // lists.tiling.held)
@@ -190,7 +188,7 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     ([2, 0, 5, 3, 1, 4], [10, 9])
     """
     order = start_order(torch.from_numpy(sizes), programs, least=LEAST).numpy()
-    cost = sizes + 1  # starting an item takes about as long as an entry
+    cost = sizes + 1
     near = float(cost.mean()) / 2
     load, program = np.zeros(min(programs, len(sizes))), np.empty(len(sizes), dtype=np.int64)
     at = 0

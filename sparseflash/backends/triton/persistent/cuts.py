@@ -2,9 +2,8 @@
 
 One program computes an item. An item longer than a program's mean load, such as the column of a global token, would
 still run when all others are done. It is cut into parts of consecutive entries, each an item of the plan that writes
-fp32 sums of dk and dv; `device_functions/combine.py` adds them in the order of the list.
-
-All numbers are integers, so that `dealing.cut_kernel` decides the same on a GPU.
+fp32 sums of dk and dv; `device_functions/combine.py` adds them in the order of the list. All numbers are integers, so
+that `dealing.cut_kernel` decides the same on a GPU.
 """
 
 from __future__ import annotations

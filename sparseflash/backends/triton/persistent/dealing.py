@@ -63,7 +63,7 @@ def cut_kernel(
     items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` to `shortest`: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Cuts items into parts, and writes their sort keys. Runs as one program."""
+    """Cuts items into parts, and writes their sort keys."""
     lane = tl.arange(0, AT_ONCE)
     total, most = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for first in range(0, items, AT_ONCE):
@@ -102,13 +102,12 @@ def cut_kernel(
     tl.store(total_ptr, made)
     tl.store(total_ptr + 1, partial)
     tl.store(total_ptr + 2, cut)
-    tl.debug_barrier()  # the sizes of the parts were written by other threads
+    tl.debug_barrier()
     _write_keys(part_size_ptr, key_ptr, made, total, programs, room, least, AT_ONCE)
 
 
 @triton.jit
 def _is_long(size, items, programs, total, least):
-    """Whether an item comes first: see `plan.start_order`."""
     size = size.to(tl.int64)
     return (size * items > 2 * total) & (size * (100 * programs) >= least * total)
 

@@ -1,9 +1,8 @@
 """Makes the plan of the backward on a GPU, with kernels. See `backward_plan.py` for what it does.
 
 In PyTorch operations, a plan takes 215 operations, which the host launches one by one, three of them sorts of entries,
-and a loop on the host. Here it takes nine kernels, a sort of the items and two small PyTorch operations. The host waits
-once, for the numbers of entries and chains and for the end of the timeline. For a dynamic mask it does not wait, and
-launches seven kernels, the sort and one operation.
+and a loop on the host. The host waits once, for the numbers of entries and chains and for the end of the timeline. For
+a dynamic mask it does not wait, and launches seven kernels, the sort and one operation.
 """
 
 from __future__ import annotations

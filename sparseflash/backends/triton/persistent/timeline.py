@@ -124,7 +124,7 @@ def _list_of(pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_he
     batch = kv_head // kv_heads
     first_head = kv_head % kv_heads * group
     pattern_ptr += batch.to(tl.int64) * batch_stride
-    before = tl.zeros([], tl.int32)  # entries of the earlier heads of the group
+    before = tl.zeros([], tl.int32)
     for first in range(0, member, _MEMBERS):
         other = first + tl.arange(0, _MEMBERS)
         pattern = tl.load(pattern_ptr + (first_head + other) * head_stride, mask=other < member, other=0)
@@ -136,14 +136,12 @@ def _list_of(pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_he
 
 @triton.jit
 def _dealt(part, dealt_ptr, room):
-    """The program of a part, its start time, and the number of items that the program has before it."""
     place_ptr = dealt_ptr + part
     return tl.load(place_ptr), tl.load(place_ptr + room), tl.load(place_ptr + 2 * room)
 
 
 @triton.jit
 def _part_of(place, size_ptr, first_ptr, item):
-    """For entries at these places of an item: their parts, and their places in the parts."""
     size, first, stop = tl.load(size_ptr + item), tl.load(first_ptr + item), tl.load(first_ptr + item + 1)
     count = (stop - first).to(tl.int64)
     part = tl.minimum(((place + 1) * count - 1) // tl.maximum(size, 1), count - 1)

@@ -64,7 +64,7 @@ class BackwardLayout(Layout):
                 "dout_ptr": dout, "out_ptr": self.out, "lse_ptr": self.lse, **through_lse,
                 "own_rows": (self.rows, self.rows), "dq_ptr": self.dq,
             }  # fmt: skip
-            of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
+            of_keys = {"lse2": self.rows, "delta": self.rows}
         self.queries = KernelLayout(
             "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed
         )  # fmt: skip
@@ -88,7 +88,6 @@ class Backward:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
         self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
-        # Both kernels, if nothing comes between them.
         self._kernels: LaunchSequence | None = None
         if self.means is None and self._combine_queries is None and self._combine_keys is None:
             self._kernels = LaunchSequence(self.queries.launch, self.keys.launch)
@@ -96,14 +95,12 @@ class Backward:
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)`."""
         return self._run(dout, dlse, saved, lengths, dropout)[0]
 
     def with_learned(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
-        """`((dq, dk, dv), gradients of the tensors of the score modifications)`."""
         layout = self._layout
         if layout.changed is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
@@ -174,12 +171,10 @@ class Backward:
         return dq, lse2, delta
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernel launches of a call."""
         kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
         return [each.launch for each in kernels if each is not None]
 
     def choices(self) -> list[KernelChoice]:
-        """How the kernels run, for `explain`."""
         kernels = {"dq, for delta": self.means, "dq": self.queries, "dk_dv": self.keys}
         return [kernel.described(name) for name, kernel in kernels.items() if kernel is not None]
 

@@ -80,7 +80,6 @@ class Chooser:
         self._choices: dict[tuple[Tiling, str], Choice] = {}
 
     def choice(self, plan: Plan) -> Choice:
-        """How the kernel runs with this plan."""
         tiling, why = self._tiling(plan)
         key = tiling or Tiling(*held_and_streamed(self._kernel, self._block)), why
         chosen = self._choices.get(key)
@@ -135,7 +134,6 @@ class Chooser:
         )  # fmt: skip
 
     def _fitted(self, config: Config, tiling: Tiling, *, tuned: bool) -> Config:
-        """Adjusts a configuration to lengths, dropout and score modifications. tuned: it was tuned with the latter."""
         config = with_more_registers(
             config, lengths=self._lengths, dropout=self._dropout, changes=len(self._changes) > 0 and not tuned
         )
@@ -163,8 +161,7 @@ class Chooser:
 def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     """Whether fp32 tensors are split into pieces by a separate kernel, before the attention kernels load them.
 
-    To split a key costs about two reads of it. How often kernels read it depends on the mask; the upper bound, the
-    number of query tiles, decides.
+    How often kernels read it depends on the mask; the upper bound, the number of query tiles, decides.
     """
     if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False

@@ -46,7 +46,7 @@ def dq_kernel(
     own_rows, inverse_ptr,
     dq_ptr,  # [B, Hq, Nq, D], written unless DELTA
     own_inverse_ptr,  # [B, Hq, row_stride], written if DELTA
-    work_ptr,  # as in the forward
+    work_ptr,
     parts_ptr,  # fp32 [parts, BLOCK_M * PADDED_D], written: dq, or if DELTA [parts, BLOCK_M * 3]; or None
     index_ptr, tile_ptr, words_ptr, lengths_ptr, lengths_stride,
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
@@ -143,7 +143,7 @@ def dq_kernel(
                 SHAPE, CHANGES, False,
             )  # fmt: skip
 
-    if at_end + partial > 0:  # as in the forward
+    if at_end + partial > 0:
         next_block, next_tile = partial_block, partial_number
         if SHAPE.HAS_LENGTHS:
             if at_end > 0:

@@ -65,7 +65,7 @@ def dq_step(
 ):  # fmt: skip
     """Adds the contribution of one tile of keys to dq (without the scale) and to the sums of score modifications.
 
-    k_tile, p, dp and kept are results of `row_step`. Returns `(dq, sums)`.
+    Returns `(dq, sums)`.
     """
     PRECISION: tl.constexpr = SHAPE.PRECISION
     ds = score_gradients(p, dp, delta[:, None], dlse)

@@ -1,4 +1,4 @@
-"""Dropout in the kernels: which weights of a tile are kept. `sparseflash/dropout.py` is the definition."""
+"""Dropout in the kernels: which weights of a tile are kept."""
 
 from typing import Any, NamedTuple
 

@@ -1,5 +1,5 @@
 """The configuration of a kernel for one call: taken from the tables, then fitted to the mask's blocks, to lengths, to
-dropout and to score modifications. Also how many programs run at a time, by their registers and shared memory.
+dropout and to score modifications.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def config_for(
     """
     entry = kernel, arithmetic, max(padded_dim, 32)
     chosen = tuned or architecture.tables.of(descriptors)[entry]
-    held = int(kernel == "dk_dv")  # the side of a tile that a program holds: see `held_and_streamed`
+    held = int(kernel == "dk_dv")
     if tuned is None and descriptors and block[held] == 64:
         chosen = architecture.tables.held_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])

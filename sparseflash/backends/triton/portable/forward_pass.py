@@ -59,7 +59,7 @@ class Forward:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """`(out, lse, kept)`. In fp32 `kept` holds the rows' maxima and inverse sums; in half precision it is None."""
+        """In fp32 `kept` holds the rows' maxima and inverse sums; in half precision it is None."""
         layout, kernel = self.layout, self.kernel
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(layout.an_lse)
@@ -80,11 +80,9 @@ class Forward:
         return out, lse, kept
 
     def launches(self) -> list[BoundLaunch]:
-        """All kernel launches of a call."""
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
 
     def choices(self) -> list[KernelChoice]:
-        """How the kernels run, for `explain`."""
         return [self.kernel.described("forward")]
 
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.changes.kinds import Changed
 
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
-# The tensors whose strides a kernel takes, in the order of its argument.
 STRIDES: dict[Kernel, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "out"), "dk_dv": ("q", "k", "v", "dout", "dk", "dv"),
     "dq": ("q", "k", "v", "dout", "out", "dq"),
@@ -66,7 +65,6 @@ class Bound(NamedTuple):
     tile: int  # tokens held per program
 
     def described(self, kernel: str) -> KernelChoice:
-        """How the kernel runs, for `explain`."""
         self.work.ready.wait()
         choice, config = self.choice, self.choice.config
         walked = self.work.work[..., ITEM_COUNT.value].sum(1)
@@ -111,7 +109,7 @@ class KernelLayout:
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
         self._changed, self._sink = changed, dict(sink or {})
-        self._part: Part = "forward"  # which device functions of score modifications the kernel uses
+        self._part: Part = "forward"
         if kernel != "forward" and not means:
             self._part = "rows" if kernel == "dq" else "columns"
         # The softmax multiplies scores by these factors, in base e and in base 2. Modified scores include the scale.
@@ -121,7 +119,6 @@ class KernelLayout:
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; bounded by the number of tilings
 
     def bind(self, plan: Plan) -> Bound:
-        """The kernel bound to the work of a plan."""
         over_columns = self.kernel == "dk_dv"
         choice = self._chooser.choice(plan)
         config = choice.config
@@ -184,7 +181,6 @@ class KernelLayout:
         )  # fmt: skip
 
     def _descriptors(self, choice: Choice) -> dict[str, Describe]:
-        """The arguments that the kernel takes as descriptors."""
         config, padded, made = choice.config, choice.padded, {}
         if choice.descriptors:
             tokens = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}

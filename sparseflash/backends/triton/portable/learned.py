@@ -94,7 +94,6 @@ class Sums:
     """The gradients of the score modifications' tensors in one call."""
 
     def __init__(self, changed: Changed, changes: Scores, call: Call, planned: Sequence[Any]) -> None:
-        """planned: the result of `Kind.planned` for each score modification."""
         self._call = call
         self._kinds = list(zip(changed.all, changes.changes, strict=True))
         parts = [kind.memory(change, call, each) for (kind, change), each in zip(self._kinds, planned, strict=True)]
@@ -102,15 +101,12 @@ class Sums:
         self._count = len(changed.applied)
 
     def of_queries(self) -> dict[str, Any]:
-        """The argument `learned` of dq_kernel."""
         return memory_argument(self._rows[: self._count])
 
     def of_keys(self) -> dict[str, Any]:
-        """The argument `learned` of dk_dv_kernel."""
         return memory_argument(self._columns[: self._count])
 
     def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
-        """The gradient of each tensor. drow: the gradient of a sink's score, divided by the sink's weight."""
         self._call.lse, self._call.drow = lse, drow
         return [
             gradient

@@ -1,4 +1,4 @@
-"""Launches of the kernels that merge the partial results of chunks; see `combine.py`."""
+"""Launches of the kernels that merge the partial results of chunks (`combine.py`); None where no item is cut."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ class Combine:
         self.launch = bind_merge(unbound, of.work.merged, of.tile, tokens)
 
     def __call__(self, given: Mapping[str, Any]) -> None:
-        """Launches the kernel. given: the arguments of the main kernel, including the workspace."""
         self.launch({**given, **{name: given[theirs] for name, theirs in self._names.items()}})
 
     def workspace(self) -> Tensor:
-        """Uninitialised memory for the partial results."""
         return torch.empty(self._shape, dtype=torch.float32, device=self._device)
 
 

@@ -1,5 +1,4 @@
 """The base class of the forward's and the backward's layout: prepares q, k, v and dout in the form that kernels read.
-
 In full fp32 either whole tensors are split into pieces first, or each tile is split where it is multiplied; see
 `fp32_split.py`.
 """
@@ -47,7 +46,7 @@ class Layout:
         self._padded = (0, 0)  # the columns of queries and keys, and of values, in pieces
         if self.pieces:
             self._padded = padded_dims(*self.numbers.dims, setting.architecture, itemsize=2)
-        self.as_they_are = False  # whether `operands` returns tensors unchanged; set by `examples`
+        self.as_they_are = False
         q = like(q)
         self.out, self.lse = empty_out(q, like(v)), empty_lse(q)
 
@@ -59,7 +58,6 @@ class Layout:
         return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
 
     def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
-        """The results of `operands` for tensors of these layouts, on the meta device. Their rows are aligned."""
         if not self.pieces:
             are_readable = [is_readable(x) for x in (q, k, v, *dout)]
             self.as_they_are = all(are_readable)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Shape:
     """Triton identifies a compile-time argument by its text, in which a dataclass has all its fields.
 
-    Kernels read its fields where they need them. In Triton 3.6 a field is no compile-time argument of `tl.zeros`, hence
-    `tl.full`; and a text such as PRECISION must be bound to a `tl.constexpr` first.
+    In Triton 3.6 a field is no compile-time argument of `tl.zeros`, hence `tl.full`; and a text such as PRECISION must
+    be bound to a `tl.constexpr` first.
     """
 
     D: int

@@ -1,7 +1,4 @@
-"""Iterates over a row's list of tiles: finds the next block, and ends the list at a sequence's length.
-
-See `loads.py` for `GATHERED` and `first`.
-"""
+"""Iterates over a row's list of tiles: finds the next block, and ends the list at a sequence's length."""
 
 from typing import Any, NamedTuple
 
@@ -55,8 +52,8 @@ def part_of(item_ptr, parts_ptr):
 def list_of_item(item_ptr, index_ptr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
     """The list of a work item: `((start, full, count), (first full block, first partial block, first partial tile))`.
 
-    Blocks are in the form of `listed_block`. Unless GATHERED, the first blocks are stored in the item itself, so that
-    their loads need not wait for the load of `start`.
+    Unless GATHERED, the first blocks are stored in the item itself, so that their loads need not wait for the load of
+    `start`.
     """
     start, full = tl.load(item_ptr + ITEM_START), tl.load(item_ptr + ITEM_FULL)
     count = tl.load(item_ptr + ITEM_COUNT)

@@ -93,7 +93,7 @@ def columns_full_first(
 def work_in_start_order(
     lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
-    """The work of a plan, int32 `[W, group, ITEM]`. For the arguments see `order_of_work`."""
+    """The work of a plan, int32 `[W, group, ITEM]`."""
     order, place = order_of_work(lists, pattern, shape, length, tile)
     items, group, device = len(order), shape[2], pattern.device
     work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
@@ -196,7 +196,7 @@ def _find(indptr_ptr, index_ptr, row, stop_row, column):
 def column_kernel(
     indptr_ptr, index_ptr, tile_ptr,  # int32 [P * rows + 1], [room - 1] twice
     start_ptr, full_ptr, count_ptr, listed_ptr, kinds_ptr,  # int32 [P * columns] thrice, [room] twice
-    rows, columns, room, share,  # share: of the room, where each program clears the unused entries
+    rows, columns, room, share,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Lists the tiles of some columns of a pattern: the full ones, then the partial ones, both by their rows."""
@@ -258,7 +258,6 @@ def _size_of(
     number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of some work items."""
     size = number * 0
     for member in tl.static_range(GROUP):
         row = row_of(
@@ -301,7 +300,7 @@ def rank_kernel(
 )
 def size_kernel(
     pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; int8 [items]
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Writes the sort keys of many work items: see `worklists.start_order`."""
@@ -321,7 +320,7 @@ def size_kernel(
 def work_kernel(
     pattern_ptr, start_ptr, full_ptr, count_ptr, index_ptr, tile_ptr,  # int32 [B, Hq], [rows] thrice, [room] twice
     order_ptr, work_ptr,  # int64 [items], int32 [items, GROUP, ITEM]
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Writes the work items at AT_ONCE places of the order."""

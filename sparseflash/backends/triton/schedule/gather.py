@@ -52,10 +52,7 @@ class _Grouped:
 
 
 def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int, dead: int) -> _Grouped:
-    """Groups each row's full blocks by `parts`; the remaining full blocks are grouped with the partial blocks.
-
-    Block numbers increase among the full groups and among the others, as `walk.cut_at_length` requires.
-    """
+    """Block numbers increase among the full groups and among the others, as `walk.cut_at_length` requires."""
     rows = row_of_entry(indptr, len(index))
     is_full = tile == 0
     full_before = torch.cat([indptr.new_zeros(1), is_full.cumsum(0, dtype=torch.int32)])
@@ -63,7 +60,7 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
     full = starts.diff() // parts  # groups
     among_full = full_before[:-1] - starts[rows]
     in_full_group = is_full & (among_full < (full * parts)[rows])
-    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)  # entries stay in their rows
+    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)
 
     count = -(-indptr.diff() // parts)
     start = count.cumsum(0) - count

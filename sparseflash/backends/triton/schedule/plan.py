@@ -67,14 +67,12 @@ class MaskLists:
         self.fused = fused
 
     def own(self, axis: int) -> TileLists:
-        """The lists in the tiles of the mask."""
         made = self._made[axis]
         if made is None:
             made = self._made[axis] = self._make(axis)
         return made
 
     def get(self, axis: int, tiling: Tiling | None) -> TileLists:
-        """The lists of a tiling. tiling: None for the tiles of the mask."""
         own = self.own(axis)
         if tiling is None or tiling == own.tiling:
             return own
@@ -103,7 +101,7 @@ class Plan:
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
         """The best tiling for a kernel over `axis` (0: rows, 1: columns), given the tiles that it prefers.
 
-        None for the tiles of the mask. Counting tiles synchronises with the device, once per mask.
+        None for the tiles of the mask.
         """
         retiling = self.lists.retiling
         return None if retiling is None else retiling.tiling(axis, whole, gathered, cost, warps)
@@ -190,7 +188,6 @@ def plan_of(problem: Problem, q_heads: tuple[int, int], kv_heads: int, tokens: t
 
 
 def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> MaskLists:
-    """The lists of a mask, on the host if the mask came from the host."""
     device = problem.indices.device  # type: ignore[union-attr]
     host = cache.get("host")
     source = problem if host is None else Problem.of(host, scale=problem.scale)
@@ -260,7 +257,6 @@ def dense_plan(
 
 
 def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
-    """The lists of a dense mask: one for the last row, where the length may cut all tiles, and one for all others."""
     index = torch.arange(cols, dtype=torch.int32, device="cpu")
     tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col

@@ -17,10 +17,7 @@ from sparseflash.blockmask.csr import row_of_entry
 
 
 class Retiling:
-    """The other tilings of one mask, shared by its plans.
-
-    `axis` is 0 for lists over rows, which hold queries and stream keys, and 1 for lists over columns.
-    """
+    """`axis` is 0 for lists over rows, which hold queries and stream keys, and 1 for lists over columns."""
 
     def __init__(
         self, indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, lengths: tuple[int, int],
@@ -32,19 +29,16 @@ class Retiling:
         self._made: dict[Any, Any] = {}
 
     def lists(self, axis: int, tiling: Tiling) -> TileLists:
-        """The lists of a tiling, with exactly the live scores of the mask."""
         made: TileLists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
         return made
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling:
-        """The tiling to walk; see `choose`."""
         found = self.candidates(axis, whole, gathered)
         if len(found) == 1:
             return found[0]
         return choose(found, lambda each: self.count(axis, each), self.held(axis), whole, gathered, cost, warps)
 
     def candidates(self, axis: int, whole: Tile, gathered: Tile) -> list[Tiling]:
-        """The tilings to choose from, the mask's own first."""
         return candidates((self._block[axis], self._block[1 - axis]), whole, gathered)
 
     def held(self, axis: int) -> int:
@@ -53,7 +47,6 @@ class Retiling:
         return patterns * self._lengths[axis]
 
     def count(self, axis: int, tiling: Tiling) -> int:
-        """The number of tiles of a tiling, over all patterns, computed without making the lists."""
         counted: int = self._once(("count", axis, tiling), lambda: self._count(axis, tiling))
         return counted
 

@@ -18,7 +18,7 @@ from sparseflash.backends.triton.schedule.work_item import CutItem
 
 
 class SplitRule(NamedTuple):
-    """When items are cut into chunks. Lengths of items are in tiles of the mask.
+    """When items are cut into chunks.
 
     The constants were measured on an H100, and are used on all GPUs.
 
@@ -53,7 +53,6 @@ class SplitRule(NamedTuple):
     worth_alike: float = 4.0  # or else this many times
 
     def shortest(self, held: int) -> int:
-        """The length of the shortest chunk, in tokens."""
         return min(self.fewest, self.fewest_tiles * held)
 
     def longest_whole(self, held: int) -> float:
@@ -83,7 +82,6 @@ class Cuts(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The total number of chunks of items that are cut."""
         return self.total - (len(self.chunks) - self.cut)
 
 

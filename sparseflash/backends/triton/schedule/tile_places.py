@@ -35,7 +35,7 @@ class TilePlaces:
     def of(cls, pattern: Tensor, shape: Sequence[int]) -> TilePlaces:
         """pattern: int32 `[B, Hq]`, of a canonical mask. shape: of the tensor. Synchronises with the device."""
         batch, head = (torch.arange(n, device=pattern.device) * (own > 1) for n, own in zip(pattern.shape, shape))
-        own = (batch[:, None] * shape[1] + head).view(-1)  # which of the tensor's batch elements and heads
+        own = (batch[:, None] * shape[1] + head).view(-1)
         users = own * pattern.numel() + pattern.reshape(-1)  # equal for sharers of a tile; patterns are below B * Hq
         shared, order = torch.sort(users, stable=True)
         copy = torch.empty_like(order)

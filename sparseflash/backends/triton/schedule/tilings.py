@@ -48,8 +48,8 @@ TILE_COSTS = {
 # Other tilings take time to count and to make, once per mask. They are tried only if a head has this many products.
 PRODUCTS_FOR_TILINGS = 20_000_000
 
-Tile = tuple[int, int]  # tokens held, tokens streamed
-Warps = Callable[[Tile, bool], int]  # number of warps for such tiles; the flag says whether they are gathered
+Tile = tuple[int, int]
+Warps = Callable[[Tile, bool], int]
 
 
 class Tiling(NamedTuple):
@@ -88,7 +88,6 @@ class Cost(NamedTuple):
         return scores / 4096 + streamed / 64 * loading + self.step * min(1.0, warps / 4)
 
     def of_tiles(self, count: int, tiling: Tiling, tile: Tile, tokens: int, warps: int | None = None) -> float:
-        """The cost of all steps over `count` tiles of the lists. tile: the largest step. tokens: of all programs."""
         held, streamed = step_of(tiling, tile)
         steps = count * (tiling.held // held) * (tiling.streamed // streamed)
         step = self.of_step(held, streamed, gathered=tiling.gathered > 0, warps=warps)

@@ -8,9 +8,8 @@ import triton.language as tl
 
 
 class WorkItem(NamedTuple):
-    """The numbers of an item of the portable kernels, in the order in which they are stored.
-
-    The first blocks of the list are stored here to save a program one dependent load before its first load of keys.
+    """The first blocks of the list are stored here to save a program one dependent load before its first load of
+    keys.
     """
 
     number: Any  # of batch, head and tile of tokens

@@ -1,7 +1,4 @@
-"""The lists of tiles that the kernels walk, one per row or column of tiles, and the work items that refer to them.
-
-Programs start longest first, but neighbours together, to share keys in the L2 cache: see `start_order`.
-"""
+"""The lists of tiles that the kernels walk, one per row or column of tiles, and the work items that refer to them."""
 
 from __future__ import annotations
 
@@ -46,10 +43,9 @@ class TileLists:
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> TileLists:
-        """These lists on another device; `self` if they are there already."""
         if self.index.device == device:
             return self
-        words = self.words.to(device)  # no copy if they are the mask's own words
+        words = self.words.to(device)
         start, full, count, index, tile = to_device(
             (self.start, self.full, self.count, self.index, self.tile), device
         )  # fmt: skip
@@ -73,11 +69,10 @@ class Worklist:
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> Worklist:
-        """This work on another device; `self` if it is there already."""
         if self.work.device == device:
             return self
         arrays = [self.work, self.index, self.tile, *([] if self.merged is None else [self.merged])]
-        words = [] if self.words.device == device else [self.words]  # the mask's own words are on its device
+        words = [] if self.words.device == device else [self.words]
         work, index, tile, *rest = to_device((*arrays, *words), device)
         moved = rest.pop() if words else self.words
         return replace(self, work=work, index=index, tile=tile, words=moved, merged=rest[0] if rest else None)

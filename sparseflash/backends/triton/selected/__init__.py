@@ -2,7 +2,7 @@
 
 - `lists`: sorts the lists of chosen tokens.
 - `loads`: gathers keys and values, and rows of heads.
-- `forward`: out and lse. A tile has the query heads that share a key head as rows, and chosen keys as columns.
+- `forward`: out and lse.
 - `score_gradients`: dq, and the weights and gradients of the scores of a chunk of queries.
 - `places`: the place of each (token, query) of a chunk in a list sorted by token.
 - `token_sums`: the rows that each query adds to its tokens, and their sums in that order.

@@ -130,7 +130,6 @@ def _write_dq(ds: Tensor, k: Tensor, chosen: Chosen, dq: Tensor, of: Sizes, firs
 def _add_rows(
     work: list[list[Product]], sums: list[Tensor], chosen: Chosen, of: Sizes, first_row: int, pairs: int, queries: int
 ) -> None:
-    """Adds the rows of a chunk to the sums of their tokens, in order. work: the products that make each of `sums`."""
     counts, ends, places = places_of(chosen, of, first_row, pairs, queries)
     rows, first_token = pairs * queries, first_row // of.q_len * of.k_len
     for products, total in zip(work, sums, strict=True):

@@ -33,7 +33,6 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Lists."""
         return self.batch * self.kv_heads * self.q_len
 
     @property
@@ -68,7 +67,6 @@ def sizes_of(
 
 
 def _reach(*tensors: Tensor | None) -> int:
-    """The largest offset of a token from the first one."""
     return max(x.shape[2] * x.stride(2) for x in tensors if x is not None)
 
 

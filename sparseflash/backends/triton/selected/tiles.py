@@ -15,7 +15,7 @@ STEPS = ((64, 3), (64, 2), (32, 2), (16, 2), (16, 1))
 
 @dataclass(frozen=True)
 class Shape:
-    """A compile-time argument. Triton identifies it by its text, in which a dataclass has all its fields."""
+    """Triton identifies it by its text, in which a dataclass has all its fields."""
 
     LOW: int  # columns of queries and keys in the first piece, and in the second
     HIGH: int
@@ -61,7 +61,6 @@ def shape_of(
 ) -> tuple[Shape, int, int]:  # fmt: skip
     """`(shape, warps, stages)`.
 
-    size: bytes a number; shared: values are the first columns of keys; memory: bytes of shared memory of a program.
     scores: the kernel writes scores, in fp32, which pass through shared memory.
     """
     low, high = pieces(dim)

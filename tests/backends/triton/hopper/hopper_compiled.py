@@ -2,7 +2,7 @@
 
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
-DIM: of all tensors, or D/Dv, as 192/128. Features: as in experiments.benchmarks.compile.hopper.
+DIM: of all tensors, or D/Dv, as 192/128.
 
 Needs a process in which Triton compiles.
 """
@@ -67,7 +67,6 @@ def report(kernel, names):
 
 
 def spilled_among_products(sass):
-    """How many loads and stores of spilled registers stand between the first product and the last."""
     lines = sass.splitlines()
     products = [number for number, line in enumerate(lines) if "HGMMA" in line]
     among = lines[products[0] : products[-1]] if products else []
@@ -75,9 +74,6 @@ def spilled_among_products(sass):
 
 
 def spilled_in_steps(sass):
-    """How many loads and stores of spilled registers stand in the innermost loops with products. A branch for partial
-    tiles counts, too.
-    """
     lines = sass.splitlines()
     labels = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"^\s*(\.L_x_\d+):", line))}
     loops = [
@@ -107,8 +103,6 @@ def exponentials_under_products(sass):
 
 
 def stores_of_weights(ptx):
-    """How often threads store weights to shared memory for a product, and how often every thread then fences its stores
-    and waits for both warpgroups. In the emulator a warpgroup is one thread."""
     names = {"stmatrix": "s", "fence.proxy.async": "f", "wgmma.mma_async": "p", "bar.sync 0, 256;": "b"}
     found = re.findall(r"stmatrix|fence\.proxy\.async|wgmma\.mma_async|bar\.sync\s+0, 256;", ptx)
     order = "".join(names[re.sub(r"\s+", " ", each)] for each in found)

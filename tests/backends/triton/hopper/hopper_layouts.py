@@ -11,7 +11,7 @@ LAYOUTS = {
     "random": (i == j) | (drawn < 0.12),
     "causal": i >= j,
     "dense": i + j >= 0,
-}  # 16,384 tokens in blocks of 128
+}
 
 
 def mask_of(name):

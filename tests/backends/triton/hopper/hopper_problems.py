@@ -33,8 +33,8 @@ from tests.drawn.problems import Problem, problems
 from tests.interpreting.gluon import Interpreted
 
 HALF = (torch.float16, torch.bfloat16)
-CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row, into its tiles
-PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column, into its entries
+CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)
+PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)
 
 
 def fixed_among(kinds):
@@ -56,8 +56,8 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is,
-    change_others=None, backward=None, changes=None, most_filled=None, **config,
+    change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
+    most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -79,13 +79,13 @@ def interpreted(
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
-        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change, change_others)),
+        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, others=change_others)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (
             backward_pass,
             "backward_kernel",
-            Interpreted(backward_module, "backward_kernel", seed, change_backward, change_others),
+            Interpreted(backward_module, "backward_kernel", seed, others=change_others),
         ),
         (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
         (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
@@ -126,7 +126,6 @@ def interpreted(
 
 
 def run(problem, *, gradients=False, through_lse=True, **how):
-    """`interpreted`, for a problem. Every call makes the mask and the plan anew."""
     q, k, v, dout, dlse = inputs(problem)
     mask = None if problem.recipe is None else problem.recipe.mask()
     return interpreted(
@@ -145,7 +144,6 @@ def assert_exact(problem, got):
 
 
 def of_hopper(problem):
-    """The problem within the kernels' limits."""
     layout = "tokens first" if problem.layout == "sliced" else problem.layout
     scale = None if problem.scale is None else abs(problem.scale)
     recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
@@ -172,7 +170,6 @@ def wide(offsets, near=20):
 
 
 def some_small_problem(**more):
-    """`some_problem` in blocks of 64."""
     arguments = {**some_problem().recipe.arguments, "q_len": 200, "k_len": 260, "block": (64, 64)}
     recipe = Recipe("from_dense", arguments, (200, 125))
     return some_problem(**{"recipe": recipe, "q_len": 200, "k_len": 260} | more)

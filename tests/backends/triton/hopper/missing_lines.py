@@ -3,6 +3,7 @@
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.interpreting.gluon import Deadlock
@@ -29,6 +30,15 @@ def synchronising_lines(module, after="", upto=""):
     return [i for i in range(len(lines))[begin:end] if lines[i].strip().startswith(SYNCHRONISES)]
 
 
+def lines_of(*modules):
+    """`synchronising_lines` of several files, as parameters `(module, line)` of a test."""
+    return [
+        pytest.param(module, line, id=f"{module.__name__.rpartition('_')[2]}-{line}")
+        for module in modules
+        for line in synchronising_lines(module)
+    ]
+
+
 def without(line):
 
     def changed(source):
@@ -40,10 +50,7 @@ def without(line):
 
 
 def assert_noticed(cases, ways):
-    """In one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
-
-    cases: pairs of a function that runs the kernel, and its right result.
-    """
+    """cases: pairs of a function that runs the kernel, and its right result."""
     for way, (run, right) in product(ways, cases):
         try:
             got = run(**way)

@@ -56,7 +56,7 @@ def backward_plan(
     total = int(items.size.sum())
 
     item, place = _expanded(size, total)
-    time, program = time[item] + place, program[item]  # of every entry
+    time, program = time[item] + place, program[item]
     of_list, place = _expanded(lengths.view(-1).long(), total)
     kv_head = number[of_list // group] // columns
     head = kv_head // kv_heads * heads + kv_head % kv_heads * group + of_list % group
@@ -101,7 +101,6 @@ class _Items(NamedTuple):
 
 
 def _dealt(sizes: Ints, programs: int) -> _Items:
-    """Assigns items of these `sizes`, in entries, to programs."""
     program, order = rules.assigned(sizes, programs)
     sequence = order[np.argsort(program[order], kind="stable")]
     program, sizes = program[sequence], sizes[sequence]
@@ -122,7 +121,7 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
     in_band = shift % band
     in_strides = shift - in_band + in_band * rules.stride_of(band) % band
     keys = torch.stack([in_strides, shift, row ^ column, rows - 1 - row])
-    most = 2 * max(rows, columns)  # larger than any key
+    most = 2 * max(rows, columns)
     return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
 
 
@@ -178,6 +177,5 @@ def bits_by_key(lists: TileLists) -> Tensor:
 
 
 def _expanded(count: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """The number of the list and the place in it, for every entry of lists of these lengths. total: of all lengths."""
     of_list = torch.repeat_interleave(count, output_size=total)
     return of_list, torch.arange(len(of_list)) - (count.cumsum(0) - count)[of_list]

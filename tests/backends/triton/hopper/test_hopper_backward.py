@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from sparseflash import scores
 from sparseflash.backends.triton.changes import hopper_pairs
-from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import passes
+from sparseflash.backends.triton.hopper import backward_consumer, backward_loader, backward_sender, passes
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
@@ -27,7 +26,7 @@ from tests.backends.triton.hopper.hopper_problems import (
     some_problem,
     some_small_problem,
 )
-from tests.backends.triton.hopper.missing_lines import assert_noticed, synchronising_lines, without
+from tests.backends.triton.hopper.missing_lines import assert_noticed, lines_of, synchronising_lines, without
 from tests.compared.exactness import LARGE_SCORES, check_weights_of_one
 from tests.drawn.dynamic_masks import Loosened
 from tests.drawn.masks import Recipe
@@ -57,7 +56,6 @@ def test_exact_at_any_head_dims(problem, seed, programs, cut):
 
 
 def drawn_small(**more):
-    """In blocks of 64; without a mask the blocks would be of 128."""
     return drawn(most_tokens=200, blocks=(64,), **more).filter(lambda problem: problem.mask.block_q == 64)
 
 
@@ -192,7 +190,7 @@ def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero(monkeyp
 # ---------------------------------------------------------------------- what the interpreter notices
 
 
-HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}  # as for the widest heads
+HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}
 
 
 PAIRS = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
@@ -236,9 +234,9 @@ def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(cha
     assert_noticed(list(zip(changed, right_of_wide, strict=True)), [{"seed": seed} for seed in range(20)])
 
 
-@pytest.mark.parametrize("line", synchronising_lines(backward_module))
-def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
-    changed = [partial(case, change_backward=without(line)) for case in CASES]
+@pytest.mark.parametrize(("module", "line"), lines_of(backward_loader, backward_sender, backward_consumer))
+def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(module, line, right):
+    changed = [partial(case, change_others={module.__file__: without(line)}) for case in CASES]
     assert_noticed(list(zip(changed, right, strict=True)), [{"seed": seed} for seed in range(20)])
 
 

@@ -30,7 +30,6 @@ def planned(mask, batch=1, heads=16, kv_heads=None, programs=132, rule=cuts.RULE
 
 
 def by_program(made):
-    """The entries `[row, tile, chain, rank]` of every program, item by item."""
     work, entries, start = (x.tolist() for x in (made.work, made.entries, made.start))
     return [[entries[first : first + n] for _, _, first, n, _ in work[a:b]] for a, b in pairwise(start)]
 
@@ -150,7 +149,6 @@ def test_programs_that_run_together_read_the_same_tiles_of_queries(name):
 
 
 def missed(programs, tiles):
-    """The share of the entries whose tile of queries is not among the last `tiles`, if programs are equally fast."""
     used, entries, misses = OrderedDict(), 0, 0
     for at_one_time in zip_longest(*([row for each in items for row, *_ in [*each, (None,)]] for items in programs)):
         for row in at_one_time:
@@ -169,7 +167,7 @@ ITEM, READ, SEEN = 1.5, 0.35, 0.9  # begin and end of an item; reading by a send
 
 
 def simulated(programs):
-    """The time when the last program ends, in steps. An entry has two steps, each with its own sender."""
+    """An entry has two steps, each with its own sender."""
     lists = [[entry for entries in each for entry in entries] for each in programs]
     ends = [set(torch.tensor([len(entries) for entries in each]).cumsum(0).tolist()) for each in programs]
     clock = [0.0] * len(lists)

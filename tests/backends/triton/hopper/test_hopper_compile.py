@@ -18,7 +18,6 @@ from sparseflash.backends.triton.hopper.configs import (
 )
 from tests.compiling.uninterpreted import python
 
-# Each with "learned" is a backward of its own.
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
 BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"],
           ["key_bias", "sink", "lengths", "parts"], ["alibi", "key_bias"],
@@ -135,7 +134,6 @@ def check_backward(reports, dims, features):
 
 
 def check_two_kernels(reports, dims, tile):
-    """Of the backward of wide heads, or in tiles of 64."""
     of_dq, config = reports["wide_dq_kernel"], dq_config_for(*dims, tile)
     pieces, groups = sum(piece > 0 for piece in config.dims), config.groups
     channels = sum(config.dims) + sum(config.v_dims)
@@ -170,7 +168,6 @@ def check(dim, dtype, features):
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
     if "tile_bias" in features:  # dead tiles are not stored
         preparing -= {"clear_kernel"}
-    # A change of scores is prepared once for each pass.
     names = {name.removesuffix(", second") for name in reports}
     assert names == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:

@@ -26,7 +26,7 @@ from tests.backends.triton.hopper.hopper_problems import (
     run,
     some_problem,
 )
-from tests.backends.triton.hopper.missing_lines import assert_noticed, synchronising_lines, without
+from tests.backends.triton.hopper.missing_lines import assert_noticed, lines_of, synchronising_lines, without
 from tests.drawn.dynamic_masks import Loosened
 from tests.drawn.masks import Recipe
 
@@ -54,7 +54,6 @@ def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, r
 @example(some_problem(dim=192, v_dim=128), 0, 3, CUT)
 @example(some_problem(dim=256, v_dim=256), 0, 3, plan.RULE)
 def test_exact_at_any_head_dims(problem, seed, programs, rule):
-    """Two pieces of channels; two steps a tile, but one in the empty row."""
     assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
 
 
@@ -69,8 +68,7 @@ def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs
     ("length", "rule"), [(129, CUT._replace(chunk=2)), *((n, plan.RULE) for n in (0, 1, 127, 128, 129, 256, 300, 500))]
 )
 def test_lengths_cut_a_list_anywhere(length, rule):
-    """Rows with every mixture of full, partial and dead tiles."""
-    kinds = torch.cartesian_prod(*[torch.arange(3)] * 3)  # of the three tiles of 27 rows: dead, partial, full
+    kinds = torch.cartesian_prod(*[torch.arange(3)] * 3)
     live = (torch.arange(128) % 2 < kinds[..., None]).view(27, 384).repeat_interleave(128, 0)
     mask = BlockMask.from_dense(live, block=128)
     q, k, v = (
@@ -93,7 +91,7 @@ def test_lengths_cut_lists_of_more_than_128_tiles(kind):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, n, 64, generator=g).half() for n in (tokens, keys, keys))
     lengths = torch.tensor([[tokens], [length]], dtype=torch.int32)
-    got = interpreted(mask, q, k, v, 0.125, lengths=lengths)
+    got = interpreted(mask, q, k, v, 0.125, lengths=lengths, rule=plan.RULE._replace(worth=float("inf")))  # no chunks
     cut = mask.with_lengths(q_lengths=[tokens], k_lengths=[length])
     true = reference.attention(*(x.double() for x in (q, k, v)), cut, 0.125)
     torch.testing.assert_close(got[0].double(), true[0], rtol=0, atol=2e-4)
@@ -184,14 +182,7 @@ def right():
     return {name: case() for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        pytest.param(module, line, id=f"{module.__name__.rpartition('_')[2]}-{line}")
-        for module in (forward_loader, forward_steps, forward_ends)
-        for line in synchronising_lines(module)
-    ],
-)
+@pytest.mark.parametrize(("module", "line"), lines_of(forward_loader, forward_steps, forward_ends))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(module, line, right):
     others = {module.__file__: without(line)}
     cases = [(partial(case, change_others=others), right[name]) for name, case in CASES.items()]

@@ -100,7 +100,6 @@ def test_the_backward_in_tiles_of_64_is_exact_on_the_gpu(dims, data):
 
 @pytest.mark.parametrize("dims", SMALL_DIMS, ids=str)
 def test_so_are_scattered_blocks_of_64_and_cut_columns_with_the_same_bits_every_time(dims):
-    """Rows of an odd number of tiles, a global column that is cut, and few heads."""
     tokens = 12_800 - 40
     g = torch.Generator(device="cuda").manual_seed(0)
     q, k, v = (
@@ -225,7 +224,7 @@ def test_padding_by_the_lowest_bias(dim, kind, value):
     if value > -1e37:  # beyond, some reach the lowest bias of the kernels
         lse = found[1][:, :, :200]
         torch.testing.assert_close(lse, torch.full_like(lse, values.min().item()), rtol=1e-6, atol=0)
-    if value < -1e20:  # below, scores are lost
+    if value < -1e20:
         mean = v[:, :, :200].float().cumsum(2) / torch.arange(1, 201, device="cuda")[:, None]
         torch.testing.assert_close(found[0][:, :, :200], mean.bfloat16(), rtol=1e-2, atol=1e-2)
     assert not found[2][:, :, :200].any()
@@ -270,9 +269,9 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
     for changes in (
         scores.softcap(2.0) + scores.sink(torch.randn(4, device="cuda")),
         scores.alibi(torch.tensor([0.5, 0.1, 0.0, -0.1], device="cuda")),
-        scores.relative(torch.randn(4, 32, device="cuda"), scores.t5_buckets(32, 20_000)),  # tiles of one bucket
+        scores.relative(torch.randn(4, 32, device="cuda"), scores.t5_buckets(32, 20_000)),
         scores.key_bias(torch.randn(1, 4, 32_768, device="cuda").requires_grad_()),
-        scores.bias(torch.randn(1, 1, 32_768, 32_768, device="cuda", dtype=torch.bfloat16)),  # shared by all heads
+        scores.bias(torch.randn(1, 1, 32_768, 32_768, device="cuda", dtype=torch.bfloat16)),
     ):
 
         def layer(q, k, v, changes=changes):
@@ -368,10 +367,7 @@ def test_entries_that_are_not_finite_stay_where_they_are(dim):
 
 
 def results(q, k, v, mask, dout, dlse, changes=None):
-    """out, lse and all gradients.
-
-    The leaves are new: autograd remembers the stream of a leaf's first use.
-    """
+    """The leaves are new: autograd remembers the stream of a leaf's first use."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     learned = []
     if changes is not None:
@@ -532,7 +528,6 @@ def test_long_sequences_of_few_tiles_are_exact():
 
 
 def test_tiles_with_very_many_additions_are_exact():
-    """Every tile of keys adds to the first tiles of queries."""
     q, k, v, _, _ = inputs(1, 4, 32_768, 128)
     rows = torch.arange(256)
     layout = ((rows[:, None] - rows).abs() <= 1) | (rows[:, None] < 2) | (rows < 2)
@@ -569,7 +564,6 @@ def test_items_of_an_odd_number_of_steps_are_exact(dim, tiles):
 
 
 def grouped(tokens, heads, kv_heads, dim, dtype=torch.bfloat16):
-    """BigBird, whose global columns are too long for one program."""
     q, _, _, dout, dlse = inputs(1, heads, tokens, dim, dtype)
     k, v = (torch.randn(1, kv_heads, tokens, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
     mask = masks.bigbird(tokens, block=128).to("cuda")

@@ -8,7 +8,6 @@ from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
 from tests.backends.triton.hopper.hopper_problems import CUT, HALF, PARTS, interpreted
 from tests.compared.minus_inf import Case
 
-# The kernels take biases of pairs in q's dtype, in aligned rows.
 CASES = {
     "bias": Case("bias", torch.float16, half=True),
     "shared bias": Case("shared bias", torch.float16, half=True, learned=False),

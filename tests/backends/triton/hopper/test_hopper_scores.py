@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sparseflash import BlockMask, attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
-from sparseflash.backends.triton.hopper import passes, support
+from sparseflash.backends.triton.hopper import forward_softmax, passes, support
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.persistent import cuts, plan
 from sparseflash.backends.triton.prepared_call import PreparedCall
@@ -81,7 +81,6 @@ def test_a_sink_is_exact_in_blocks_of_64(most_filled, cut):
     st.sampled_from([plan.RULE, CUT]), st.sampled_from([cuts.RULE, PARTS]),
 )  # fmt: skip
 def test_biases_of_pairs_are_exact(problem, shared, others, seed, programs, rule, cut):
-    """Shared biases have no gradient."""
     for kind in ("aligned bias", *(["tile bias"] if (problem.mask.block_q, problem.mask.block_k) == BLOCK else [])):
         which = {"fixed": (kind,)} if shared else {"own": (kind,)}
         case = Scored(problem, (kind, *others), shared, half=True, **which)
@@ -232,7 +231,6 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
 
 @pytest.mark.parametrize(("dim", "rule"), [(64, CUT), (128, plan.RULE)])
 def test_biases_of_minus_infinity_are_padding(dim, rule):
-    """Some keys, whole tiles of keys, and all keys."""
     q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
     dlse = torch.randn(3, 2, 300)
     live = torch.arange(300) < torch.tensor([250, 100, 0])[:, None, None]
@@ -299,11 +297,13 @@ def fused(source):
 )
 @pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
 def test_queries_that_see_large_biases_alone(value, scale, rule, change):
-    """Their lse is the bias. Beyond the limit lse is the limit."""
+    """Beyond the limit lse is the limit."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 400, 64).half() for _ in range(3))
     changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
-    out, lse = interpreted(masks.causal(400, block=128), q, k, v, scale, changes=changes, rule=rule, change=change)
+    others = {forward_softmax.__file__: change}
+    mask = masks.causal(400, block=128)
+    out, lse = interpreted(mask, q, k, v, scale, changes=changes, rule=rule, change_others=others)
     out, lse, v = out[:, :, :300].double(), lse[:, :, :300].double(), v[:, :, :300].double()
     least, most = v.cummin(2).values, v.cummax(2).values
     assert ((out >= least - 1e-2) & (out <= most + 1e-2)).all() and out.any(-1).all()
@@ -321,7 +321,7 @@ def test_of_two_low_biases_the_lower_one_is_padding(scale, values, change):
     q, k, v = (torch.randn(1, 2, 200, 64).half() for _ in range(3))
     biases = torch.full((1, 1, 200), values[1]).index_fill(2, torch.arange(50), values[0])
     changes = Scores((scores.key_bias(biases),))
-    out, lse = interpreted(None, q, k, v, scale, changes=changes, change=change)
+    out, lse = interpreted(None, q, k, v, scale, changes=changes, change_others={forward_softmax.__file__: change})
     torch.testing.assert_close(lse.double(), torch.full_like(lse, values[0]).double(), rtol=1e-6, atol=0)
     if values[0] < -1e20:
         mean = v[:, :, :50].double().mean(2, keepdim=True).expand_as(out)
@@ -367,7 +367,7 @@ def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
 
 @pytest.mark.parametrize(
     ("kind", "dim", "shape", "rule"),
-    [  # every two beside each other
+    [
         ("bias", 64, (1, 1), plan.RULE),
         ("bias", 64, (2, 2), CUT),
         ("bias", 128, (2, 1), CUT),
@@ -384,7 +384,7 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rul
     mask = masks.causal(400, block=128).with_lengths(ends)
     past = torch.arange(400) >= ends.view(-1, 1, 1)
     is_dead = torch.ones(400, 400, dtype=torch.bool).triu(1) | past[..., None] | past[..., None, :]
-    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # dead for both sequences
+    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)
     values, found = torch.randn(*shape, 400, 400).bfloat16(), []
     for fill in (0.0, torch.nan):
         filled, learns = values.masked_fill(is_dead, fill), shape == (2, 2)
@@ -635,7 +635,7 @@ def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradie
     def prepare(call, *given):
         call.forward = lambda *given: (q, q[..., 0], None)
 
-    with mock.patch.object(PreparedCall, "prepare_forward", prepare), torch.no_grad():  # the call is cached
+    with mock.patch.object(PreparedCall, "prepare_forward", prepare), torch.no_grad():
         attention(q, q, q, scale=0.125, scores=scores.log_decay(slopes), backend="hopper")
     for scale in (0.125, -0.125):  # a negative scale is never cached
         with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"):

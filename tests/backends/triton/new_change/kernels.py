@@ -11,7 +11,7 @@ from sparseflash.backends.triton.changes.distance import finish, start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, examples_of
 from sparseflash.backends.triton.changes.kind import Kind
 from sparseflash.backends.triton.changes.softcap import has_hardware_tanh, tanh_and_slope
-from sparseflash.backends.triton.hopper.record import HEAD, field, heard_of
+from sparseflash.backends.triton.hopper.record import HEAD, field, received
 from sparseflash.backends.triton.hopper.scores import as_float, hyperbolic_tangent
 
 
@@ -20,7 +20,6 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Caps scores; keeps the derivatives by the score and by the gain."""
     gain = tl.load(args.tensors[0] + at.head).to(tl.float32)
     ratio, slope = tanh_and_slope(scores / gain, CHANGES.kinds[NUMBER].HARDWARE_TANH)
     return ratio * gain, (slope, ratio - scores / gain * slope)
@@ -31,7 +30,6 @@ def gradient_of_queries(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of scores, and of the gain for each query."""
     return ds * kept[0], sums + tl.sum(ds * kept[1], 1)
 
 
@@ -40,7 +38,6 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of scores."""
     return ds * kept[0], sums
 
 
@@ -63,9 +60,6 @@ class LearnedCapKind(Kind):
         return [call.sums_by_head(rows[0].sum(1, keepdim=True)).squeeze(1) if rows else None]
 
 
-# ---------------------------------------------------------------------- the Hopper kernels
-
-
 @gluon.jit
 def no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
     return 1.0
@@ -73,7 +67,6 @@ def no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
 
 @gluon.jit
 def begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The gain of the head."""
     tensors, _, _, _ = args
     return gl.load(tensors[0] + field(item[0], item[1], HEAD))
 
@@ -87,21 +80,19 @@ def begin_tile(
 
 @gluon.jit
 def apply_in_forward(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, gain, step, C: gl.constexpr):
-    """Caps products of queries and keys."""
     _, numbers, _, _ = args
     return hyperbolic_tangent(s * (numbers[0] / gain)) * gain, gain
 
 
 @gluon.jit
-def tell(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr):
-    """The gain of the head, as bits."""
+def send(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr):
     tensors, _, _, _, _, _ = args
     return (gl.cast(gl.load(tensors[0] + place[1]), gl.int32, bitcast=True),), ()
 
 
 @gluon.jit
-def hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
-    return as_float(heard_of(CHANGES, NUMBER, step, 0))
+def receive(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    return as_float(received(CHANGES, NUMBER, step, 0))
 
 
 @gluon.jit
@@ -117,10 +108,8 @@ def derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s, gain):
 
 
 class LearnedCapOnHopper(HopperKind):
-    """The backward takes a gain that needs no gradient."""
-
     keeps_branch = True
-    told = 1
+    sent = 1
 
     @classmethod
     def unit(cls, change):
@@ -132,7 +121,7 @@ class LearnedCapOnHopper(HopperKind):
             "no_item": no_item, "begin_item": begin_item, "begin_tile": begin_tile, "apply": apply_in_forward
         }  # fmt: skip
         if request.backward:
-            self.functions = {"tell": tell, "begin_tile": hear, "apply": apply_in_backward, "derivative": derivative}
+            self.functions = {"send": send, "begin_tile": receive, "apply": apply_in_backward, "derivative": derivative}
 
     def tensors(self, change):
         return Given((aligned_start(change.gain.contiguous()),))

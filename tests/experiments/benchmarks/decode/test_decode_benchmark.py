@@ -19,7 +19,7 @@ def test_every_way_to_store_the_cache_gives_what_sdpa_gives():
     for name in ("contiguous", "pages-of-16", "pages-of-64"):
         torch.testing.assert_close(ways[f"{name}/sparseflash"].call(), want, rtol=1e-4, atol=1e-5)
     read = ways["contiguous/sparseflash"].settings["bytes"]
-    assert read == 2 * 2 * 2 * 2 * 16 * 256  # k and v, bytes, batch, key heads, dim, tokens
+    assert read == 2 * 2 * 2 * 2 * 16 * 256
     assert ways["2-chosen-pages/sparseflash"].settings["bytes"] == read // 2
 
 

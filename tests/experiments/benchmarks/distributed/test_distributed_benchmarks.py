@@ -24,7 +24,6 @@ def test_a_measurement_without_torchrun_is_refused(tmp_path):
 
 
 def timed_briefly(*command):
-    """With short series: only which calls are timed is checked."""
     from experiments.benchmarks.distributed import measure
 
     warnings.simplefilter("error", FutureWarning)

@@ -4,13 +4,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
-from experiments.benchmarks.harness import Bench
+from experiments.benchmarks.harness import Bench, deadline
 from experiments.benchmarks.huggingface import generation, implementations, measure
 from experiments.benchmarks.huggingface.__main__ import app
 from experiments.benchmarks.huggingface.exactness import Truth, Yardstick, results_of, worst
 from experiments.benchmarks.huggingface.generation import DYNAMIC, SAME, STATIC, Way
 from experiments.benchmarks.huggingface.implementations import OURS, with_attention
-from experiments.benchmarks.huggingface.measure import ERROR, FORWARD, STEP, Options, deadline
+from experiments.benchmarks.huggingface.measure import ERROR, FORWARD, STEP, Options
 from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES
 from experiments.measurements import Measurement, Run, read
 from sparseflash import huggingface, masks
@@ -65,7 +65,7 @@ def test_a_compiled_model_is_compared_as_it_is_called():
 
 
 def test_the_truth_is_in_fp64_also_where_models_ask_for_fp32_by_name():
-    """In norms and the softmax. In fp32 the change of the loss would be less than its rounding."""
+    """In fp32 the change of the loss would be less than its rounding."""
     model, inputs = made("llama")
     wide, step, name = model.double(), 1e-6, "model.layers.0.self_attn.q_proj.weight"
     before, _ = Truth(wide)(inputs(0))

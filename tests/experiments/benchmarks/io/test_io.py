@@ -67,13 +67,13 @@ def test_ours_backward_by_the_model_is_what_the_programs_read(factors):
     layout = case.mask().to_dense()[0, 0].view(8, 64, 8, 64)[:, 0, :, 0]
     n, d, e, m = 512, 32, 2, 64
     read = 0
-    for row in range(8):  # dq: a program a row of blocks
-        read += 2 * e * m * d + e * m * d + 8 * m  # q, dout, dq, and lse, delta
+    for row in range(8):
+        read += 2 * e * m * d + e * m * d + 8 * m
         read += int(layout[row].sum()) * 2 * e * m * d
     for column in range(8):
         read += 4 * e * m * d
         read += int(layout[:, column].sum()) * (2 * e * m * d + 8 * m)
-    read += 2 * e * n * d + 12 * n  # delta
+    read += 2 * e * n * d + 12 * n
     assert cost(case).backward_bytes == 2 * read
 
 
@@ -82,13 +82,13 @@ def test_a_fused_backward_by_the_model_is_what_its_programs_read():
     kernels = io.Kernels("hopper", "hopper", 128, 128, fused=True)
     layout = case.mask().to_dense()[0, 0].view(8, 128, 8, 128)[:, 0, :, 0]
     n, d, e, m = 1024, 64, 2, 128
-    moved = 2 * e * n * d + 12 * n  # delta
+    moved = 2 * e * n * d + 12 * n
     for column in range(8):
-        moved += 4 * e * m * d  # k, v, dk, dv
+        moved += 4 * e * m * d
         for _ in range(int(layout[:, column].sum())):
-            moved += 2 * e * m * d + 8 * m  # q, dout and lse, delta
-            moved += 2 * 4 * m * d  # dq so far, and with this tile
-    moved += 4 * n * d + e * n * d  # the sums of dq, rounded
+            moved += 2 * e * m * d + 8 * m
+            moved += 2 * 4 * m * d
+    moved += 4 * n * d + e * n * d
     assert cost(case, kernels).backward_bytes == 2 * moved
 
 

@@ -23,7 +23,6 @@ CASE = Case("small", "butterfly", 1, 2, 128, 16, dtype=torch.float32, block=32)
 
 @pytest.fixture(autouse=True)
 def one_graph_without_code(monkeypatch):
-    """Dynamo's and autograd's graphs, run as they are."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

@@ -1,5 +1,3 @@
-"""The benchmark of making masks."""
-
 import sys
 
 import pytest

@@ -33,7 +33,7 @@ def test_entries_can_be_drawn_and_written_into_a_table(pattern):
     mask = pattern.build(TOKENS, BLOCK)
     assert isinstance(mask, BlockMask) and mask.density > 0
     assert pattern.name and pattern.rule and "\n" not in pattern.name + pattern.rule
-    assert len(pattern.name) <= 34 and len(pattern.rule) <= 3 * 36  # what fits a panel of the gallery
+    assert len(pattern.name) <= 34 and len(pattern.rule) <= 3 * 36
     assert pattern.tokens in (LONG, MEDIUM, CHOSEN)
 
 
@@ -43,7 +43,6 @@ def test_only_causal_entries_say_so(pattern):
     assert pattern.causal != sees_the_future
 
 
-# Public functions that are no patterns of their own.
 NO_PATTERN = {
     "antidiagonal_scores": "gives scores, not a mask",
     "per_batch": "joins masks that exist",

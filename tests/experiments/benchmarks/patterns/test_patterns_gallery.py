@@ -72,7 +72,7 @@ def test_a_small_mask_is_drawn_score_by_score():
 
 
 def test_one_live_score_in_a_cell_is_darker_than_none():
-    mask = BlockMask.from_function(lambda q, k: q - k == 700, 1008, block=16)  # one score in a cell of 4 x 4
+    mask = BlockMask.from_function(lambda q, k: q - k == 700, 1008, block=16)
     drawn = gallery.picture(mask).astype(int)
     assert drawn.shape == (252, 252, 3)
     assert drawn[175, 0].sum() < sum(DEAD_SCORE) and tuple(drawn[176, 0]) == DEAD_SCORE

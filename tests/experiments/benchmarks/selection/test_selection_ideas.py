@@ -37,7 +37,7 @@ def test_every_idea_is_measured_and_a_second_run_continues(tmp_path, monkeypatch
         assert "needs a CUDA device" in found[f"selection/{idea}/128/both/fa4"].failure
         assert f"selection/{idea}/faster-from/forward/sparseflash" in found
     monkeypatch.setattr(ideas, "measure", lambda *_: 1 / 0)
-    assert run(tmp_path).exit_code == 0  # nothing is left to measure
+    assert run(tmp_path).exit_code == 0
 
 
 def test_nothing_is_begun_without_time(tmp_path):
@@ -58,7 +58,7 @@ def test_a_file_of_another_commit_is_not_continued(tmp_path):
     run_line, *rest = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps({"run": json.loads(run_line)["run"] | {"commit": "another"}}), *rest]) + "\n")
     found = run(tmp_path)
-    assert found.exit_code == 2 and "--out must be a new file, or one with the commit" in " ".join(
+    assert found.exit_code == 2 and "--out has measurements of another commit, another" in " ".join(
         found.output.replace("│", " ").split()
     )
 

@@ -31,8 +31,6 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Measurement]]:
-    """Measurements of a case with the given peers, by PASS/WAY."""
-
     def measure(case: Case, mine: Made = ours, *, right: bool = True, **peers: Made) -> dict[str, Measurement]:
         monkeypatch.setattr(known, "ours", mine)
         for name, peer in peers.items():

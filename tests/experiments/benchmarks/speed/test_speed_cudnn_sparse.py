@@ -1,5 +1,3 @@
-"""With a stand-in for cuDNN's block-sparse attention, which needs a GPU."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""With a stand-in for FlashAttention-4, which needs a GPU."""
-
 from __future__ import annotations
 
 from dataclasses import replace

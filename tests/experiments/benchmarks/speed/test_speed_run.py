@@ -42,10 +42,7 @@ def measured(folder: Path) -> list[Measurement]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder and output of a run of every case.
-
-    256 tokens: the largest error of a shorter fp32 output is luck.
-    """
+    """256 tokens: the largest error of a shorter fp32 output is luck."""
     folder = tmp_path_factory.mktemp("everything")
     groups = [word for group in GROUPS for word in ("--group", group)]
     tiny = ("--device", "cpu", "--length", "256", "--block", "32", "--check-heads", "1")

@@ -74,7 +74,7 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
     assert spills.startswith("spills ")
     assert large.endswith("bytes of shared memory")
     assert asked_for == ""
-    assert limited == ""  # though it spills some bytes, for one program more
+    assert limited == ""
 
 
 @pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "fp32")])

@@ -215,7 +215,6 @@ def test_rows_are_measured_in_blocks_as_collate_makes_them():
 
 
 def test_rows_can_be_shorter_than_whole_blocks():
-    """For an attention without blocks."""
     lengths = [1, 15, 16, 17, 47, 48, 90]
     whole, eights = Shape(16, 60, cls=16), Shape(16, 60, cls=16, multiple=8)
     made = [collate(examples(lengths), np.array([row]), eights).ids.shape[1] for row in range(7)]
@@ -240,7 +239,7 @@ def test_batches_can_be_picked_up_at_any_step(first_step):
 def test_evaluation_sees_each_of_the_first_examples_once_the_shortest_first():
     data, shape = examples([40, 5, 60, 20, 5, 33, 50, 1]), Shape(16, 64, None)
     order = evaluation_order(data, shape, 6)
-    assert order.tolist() == [1, 4, 3, 0, 5, 2]  # equal numbers of blocks stay in the order of the file
+    assert order.tolist() == [1, 4, 3, 0, 5, 2]
     batches = list(evaluation_batches(data, shape, 2, limit=6))
     assert [batch.ids.shape[1] for batch in batches] == [16, 48, 64]
     assert torch.cat([batch.labels for batch in batches]).tolist() == data.labels[order].tolist()

@@ -65,7 +65,7 @@ def test_value_agrees_with_an_independent_evaluation_of_the_printed_form(seed):
 @pytest.mark.parametrize(
     ("printed", "result"),
     [
-        ("( ( ( [MED 3 ) 4 ) ] )", 3),  # 3.5 is rounded down
+        ("( ( ( [MED 3 ) 4 ) ] )", 3),
         ("( ( ( ( [MED 9 ) 1 ) 5 ) ] )", 5),
         ("( ( ( [SM 7 ) 8 ) ] )", 5),
         ("( ( ( [MAX ( ( ( [MIN 8 ) 6 ) ] ) ) 2 ) ] )", 6),

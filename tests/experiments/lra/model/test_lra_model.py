@@ -18,12 +18,7 @@ from experiments.training import lr_schedule
 from experiments.training.layers.rotary import RotaryPositions
 from sparseflash import BlockMask, masks
 from sparseflash.nn.rotary import rotate
-from tests.experiments.lra.models import CPU, SMALL, fake_batch, training_step
-
-
-def model_with(mask: BlockMask, **changes) -> Classifier:
-    config = Config(**{**vars(SMALL), **changes})
-    return build_model(config, TASKS[config.task], mask)
+from tests.experiments.lra.models import CPU, SMALL, fake_batch, model_with, training_step
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -235,7 +230,6 @@ def test_schedules():
 @pytest.mark.parametrize(("name", "anneals"), [("linear", "linear"), ("cosine", "cos")])
 @pytest.mark.parametrize("task", ["listops", "text", "image"])
 def test_a_schedule_is_that_of_pytorch(name, anneals, task):
-    """The Nystromformer's code uses OneCycleLR."""
     preset = settings_of("nystromformer", task)
     steps, warmup = preset["steps"] // 10, preset["warmup"] // 10
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)

@@ -11,8 +11,7 @@ from experiments.lra.tasks import TASKS
 from experiments.training.layers.transformer import SelfAttention
 from sparseflash import BlockMask
 from sparseflash.nn.rotary import rotate
-from tests.experiments.lra.model.test_lra_model import model_with
-from tests.experiments.lra.models import fake_batch
+from tests.experiments.lra.models import fake_batch, model_with
 
 LISTOPS = TASKS["listops"]
 

@@ -1,5 +1,3 @@
-"""Small files in exactly the released formats."""
-
 import pickle
 
 import numpy as np
@@ -45,7 +43,7 @@ def write_pathfinder(folder, metadata="text", images=30, side=32):
     fold = folder / f"pathfinder{side}" / "curv_contour_length_14"
     (fold / "metadata").mkdir(parents=True)
     generator = np.random.default_rng(0)
-    for batch in (10, 2):  # read as numbers, 2 comes first
+    for batch in (10, 2):
         (fold / "imgs" / str(batch)).mkdir(parents=True)
         rows = []
         for i in range(images // 2):

@@ -1,5 +1,3 @@
-"""Data in archives: the same examples as from the unpacked files, and pairs of passages of books."""
-
 import io
 import re
 import tarfile
@@ -47,7 +45,6 @@ TITLES = {f"Author {i}": [f"First of {i}", f"Second of {i}", f"Third of {i}"][: 
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
-    """Each word of a book has its title in front; three authors test."""
     files = {
         f"books/{'test' if author in list(TITLES)[:3] else 'train'}/{author}___{title}.txt": book(
             title.replace(" ", "")
@@ -91,7 +88,7 @@ def test_an_archive_of_jpegs_is_read_in_grey_and_says_so(tmp_path):
     assert data.origin == "CIFAR-10 from JPEG"
     assert (len(data.train), len(data.val), len(data.test)) == (18, 2, 20)
     labels = [*data.train.labels, *data.val.labels]
-    assert sorted(labels) == sorted(2 * list(range(10))) and labels != sorted(labels)  # mixed, all classes
+    assert sorted(labels) == sorted(2 * list(range(10))) and labels != sorted(labels)
     decoded = np.asarray(Image.open(io.BytesIO(files["cifar/test/cat/0001.jpg"]))).transpose(2, 0, 1)
     wanted = image.grey(decoded.reshape(1, 3, 1024)).tobytes()
     assert wanted in {bytes(data.test.sequence(i)) for i in np.flatnonzero(data.test.labels == 3)}
@@ -142,7 +139,6 @@ def test_a_folder_without_archives_of_books_is_refused(tmp_path):
 
 
 def title_of(passage):
-    """The title in most of a passage's words."""
     words = re.findall(rb"([A-Z][a-z]+of\d+?)\d+ ", bytes(passage))
     return max(set(words), key=words.count)
 
@@ -159,10 +155,10 @@ def test_a_pair_is_of_one_book_exactly_if_its_label_says_so(books):
                 [each for each, (begin, end) in spans.items() if begin <= first and first + 4000 <= end]
                 for first in examples.begins[row]
             ]
-            assert [len(each) for each in of] == [1, 1]  # inside one book of this split
+            assert [len(each) for each in of] == [1, 1]
             assert (of[0] == of[1]) == bool(examples.labels[row])
             first, second = examples.begins[row]
-            assert examples.labels[row] == 0 or abs(first - second) >= 4000  # no text is in both
+            assert examples.labels[row] == 0 or abs(first - second) >= 4000
             assert b"\n" not in bytes(examples.sequence(row, 0))
 
 

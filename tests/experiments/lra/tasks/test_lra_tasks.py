@@ -1,5 +1,3 @@
-"""The loaders on small files in the released formats, each driven through training to a result and a resume."""
-
 import io
 import pickle
 import re
@@ -139,7 +137,6 @@ def test_a_pickle_that_asks_for_code_is_refused_and_nothing_is_imported(content,
 
 
 def nested(levels):
-    """2 ** levels elements in a few bytes."""
     made = [1]
     for _ in range(levels):
         made = [made, made]
@@ -158,8 +155,8 @@ NO_BATCHES = [
         b"\x80\x02b.",
     ),
     *(b"\x80\x02h\x07.", b"\x80\x02]]s.", b"(" * 10**5 + b"t" * 10**5 + b".", b"\x80\x02}]" + b"\x85" * 10**5 + b"Ns."),
-    b"\x80\x04\x8d" + (2**40).to_bytes(8, "little"),  # a text of a TB
-    b"\x80\x02]r\xff\xff\xff\x7f.",  # two thousand million values
+    b"\x80\x04\x8d" + (2**40).to_bytes(8, "little"),
+    b"\x80\x02]r\xff\xff\xff\x7f.",
     pickle.dumps({b"labels": [3], b"data": PIXELS})[:2000],
     pickle.dumps({b"labels": [3], b"data": PIXELS.astype(np.int8)}),
     pickle.dumps({b"labels": [3], b"data": np.asfortranarray(np.zeros((2, 3072), np.uint8))}),

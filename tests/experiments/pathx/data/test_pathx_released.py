@@ -37,7 +37,6 @@ LABEL_FREE = replace(TINY, auxiliary=0.0, registers=0)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Forty generated images of each contour length of TINY's stages, in the release's layout."""
     folder = tmp_path_factory.mktemp("release")
     for contour in (6, 9):
         parameters = lra(32, contour)
@@ -85,7 +84,7 @@ def test_released_pixels_have_the_statistics_of_ours(size, sheet):
         with Image.open(RELEASED / sheet) as file:
             page = np.asarray(file)
         released = np.stack([page[2 : 2 + size, 2 + i * (size + 2) : 2 + i * (size + 2) + size] for i in range(8)])
-    contour = 14 if size == 128 else 9  # paths of 14 dashes take a second each to draw
+    contour = 14 if size == 128 else 9
     parameters = lra(size, contour)
     ours = render(collect(parameters, 8, [draw(parameters, 8, index) for index in range(12)]))
     assert (released.max((1, 2)) == 255).all() and (released.min((1, 2)) == 0).all()
@@ -100,7 +99,6 @@ def test_released_pixels_have_the_statistics_of_ours(size, sheet):
 
 
 def brightest_line(image):
-    """The brightest level away from the markers."""
     image = image.copy()
     for _ in range(2):
         y, x = np.unravel_index(image.argmax(), image.shape)

@@ -131,7 +131,7 @@ def test_the_gradient_of_moving_tokens_is_right():
 
 
 def test_rows_are_gathered_into_groups_and_their_gradients_back():
-    groups = torch.tensor([[4, 2, 5], [0, 5, 5], [5, 5, 5], [1, 5, 5]])  # of 5 rows; row 3 is in none
+    groups = torch.tensor([[4, 2, 5], [0, 5, 5], [5, 5, 5], [1, 5, 5]])
     place = places_in_groups(groups, 5)
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     found = GatherGroups.apply(x, groups, place, -7.0)

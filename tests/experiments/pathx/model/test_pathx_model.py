@@ -31,7 +31,6 @@ def model_of(**settings):
 
 @pytest.mark.parametrize("registers", [0, 2])
 def test_leaving_out_the_background_is_masking_it(registers):
-    """In fp64, against all scores in memory."""
     model = model_of(registers=registers, pixel_classes=3).double()
     packed = on_device(pack(IMAGES, LABELS, LAYERS, block=16, registers=registers), LAYERS, CPU, registers)
     logits, counts = model(packed)

@@ -17,8 +17,7 @@ def pairwise(
     >>> len(cases), {(case["a"], case["b"]) for case in cases} == {(a, b) for a in range(3) for b in "xy"}
     (6, True)
 
-    possible: whether a case with some of the factors can be completed. Greedy: every factor takes the value that covers
-    most new pairs.
+    Greedy: every factor takes the value that covers most new pairs.
     """
     drawn, names = random.Random(seed), list(factors)
     left = dict.fromkeys(

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks.compile.cases import CHANGES, FACTORS, covering
-from experiments.benchmarks.compile.fits import read
-from experiments.benchmarks.compile.pairs import pairwise
 from tests.compiling.uninterpreted import python
+from tests.fitting.cases import CHANGES, FACTORS, covering
+from tests.fitting.fits import read
+from tests.fitting.pairs import pairwise
 
-STORED = sorted((Path(__file__).parents[4] / "experiments/results/compile").glob("fits-triton-*.csv"))
+STORED = sorted((Path(__file__).parents[2] / "experiments/results/compile").glob("fits-triton-*.csv"))
 # Their kernels exceeded shared memory with the stages chosen for the tiles alone.
 TOO_LARGE = {
     "a bias in fp32 and a function, H100": (
@@ -27,8 +27,8 @@ def test_stages_that_do_not_fit_beside_the_numbers_of_scores_are_left_out(case):
     source = (
         "import json\n"
         "from dataclasses import asdict\n"
-        "from experiments.benchmarks.compile.cases import OWN_TILES, PLAIN, Case\n"
-        "from experiments.benchmarks.compile.fits import fits_of\n"
+        "from tests.fitting.cases import OWN_TILES, PLAIN, Case\n"
+        "from tests.fitting.fits import fits_of\n"
         f"case = Case(**OWN_TILES | PLAIN | dict({case}))\n"
         "fits = fits_of(case)\n"
         "print(json.dumps([{**asdict(fit), 'fits': fit.fits, 'fewer': fit.has_fewer_stages} for fit in fits]))"
@@ -62,9 +62,14 @@ def test_a_covering_array_has_every_possible_pair_of_values():
     for one, other in combinations(factors, 2):
         wanted = {(x, y) for x in factors[one] for y in factors[other] if possible({one: x, other: y})}
         assert {(case[one], case[other]) for case in cases} == wanted
-    assert len(cases) < 20  # of 66 in all
+    assert len(cases) < 20
 
 
 def test_a_covering_array_says_where_no_value_is_possible():
     with pytest.raises(ValueError, match=r"possible must leave b a value beside every case; got none beside \{'a': 0"):
         pairwise({"a": (0,), "b": (1,), "c": (2,)}, possible=lambda case: len(case) < 3 and case.get("b") != 1)
+
+
+def test_changes_that_are_not_drawn_are_refused():
+    done = python("-m", "tests.fitting", "--changes", "all")
+    assert done.returncode == 2 and "invalid choice: 'all' (choose from" in done.stderr

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks.compile.changes import change
-from experiments.benchmarks.compile.pairs import pairwise
 from sparseflash import BlockMask, masks, scores
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores
+from tests.fitting.pairs import pairwise
 
 HEADS = 2
 CHANGES = ("none", "few", "any")  # the number of score modifications
@@ -25,7 +25,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "dims": (*((d, d) for d in (16, 32, 64, 80, 128, 256)), (64, 128), (128, 64), (256, 64), (32, 256)),
     "block": (16, 32, 64, 128, 256),
     "tiling": ("own", "united", "gathered"),
-    "tokens": (128, 1000, 1024),  # one block; rows that are not aligned to 16 bytes; many blocks
+    "tokens": (128, 1000, 1024),
     "lengths": (False, True),
     "dropout": ("", "places", "positions"),
     "descriptors": (True, False),

@@ -2,10 +2,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks.exactness import large
-from experiments.benchmarks.exactness.__main__ import app
-from experiments.benchmarks.exactness.large import CASES, Scale, compared
 from experiments.measurements import read
+from tests.limits import cases
+from tests.limits.__main__ import app
+from tests.limits.cases import CASES, Scale, compared
 
 AT = Scale(torch.device("cpu"), tiny=True)
 
@@ -19,7 +19,7 @@ def test_a_case_in_tiny_sizes_is_exact(name):
 
 @pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv", "dbias"])
 def test_a_wrong_number_anywhere_in_what_is_compared_is_found(monkeypatch, result):
-    def with_a_wrong_number(case, backend, original=large._results):
+    def with_a_wrong_number(case, backend, original=cases._results):
         found = original(case, backend)
         sample = case.samples[0]
         whole = found[result] = found[result].clone()
@@ -28,14 +28,14 @@ def test_a_wrong_number_anywhere_in_what_is_compared_is_found(monkeypatch, resul
         whole[at] += 0.1
         return found
 
-    monkeypatch.setattr(large, "_results", with_a_wrong_number)
+    monkeypatch.setattr(cases, "_results", with_a_wrong_number)
     ratios = {row["result"]: row["ratio"] for row in compared("bias of 17M keys", "triton", AT)}
     assert [name for name, ratio in ratios.items() if ratio > 1] == [result]
 
 
 def test_the_command_records_errors_and_fails_if_a_case_does(tmp_path, monkeypatch):
     names = ["out of far tokens", "cache of 2^31 elements"]
-    command = ["large", "--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
+    command = ["--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
     command += [word for name in names for word in ("--case", name)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
@@ -49,7 +49,7 @@ def test_the_command_records_errors_and_fails_if_a_case_does(tmp_path, monkeypat
     def fails(case, backend):
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(large, "_results", fails)
+    monkeypatch.setattr(cases, "_results", fails)
     done = CliRunner().invoke(app, command)
     assert (
         done.exit_code == 1
@@ -58,5 +58,5 @@ def test_the_command_records_errors_and_fails_if_a_case_does(tmp_path, monkeypat
 
 
 def test_unknown_cases_are_refused():
-    done = CliRunner().invoke(app, ["large", "--device", "cpu", "--case", "nope"])
+    done = CliRunner().invoke(app, ["--device", "cpu", "--case", "nope"])
     assert done.exit_code == 2 and "--case must be from" in done.output

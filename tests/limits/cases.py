@@ -65,7 +65,7 @@ class Scale:
 
 
 def _far(at: Scale, change: Callable[[Tensor], scores.Change], added: Callable[[Tensor, int, Tensor], Tensor]) -> Case:
-    """Few queries at the end of 16.9 million keys, each with a window. `added` takes the distances."""
+    """Few queries at the end of 16.9 million keys, each with a window."""
     keys, queries, window, dim = at.of(16_905_216, 400), at.of(24, 20), at.of(128, 40), at.of(64, 16)
     q, k, v = at.randn(1, 2, queries, dim), at.randn(1, 2, keys, dim), at.randn(1, 2, keys, dim)
     slopes = torch.tensor([0.5, 2.0**-5], device=at.device)
@@ -132,7 +132,6 @@ def _out_of_far_tokens(at: Scale) -> Case:
 
 
 def _expanded_keys(at: Scale) -> Case:
-    """Sequence first, expanded to many heads."""
     tokens, batch, heads, dim = at.of(128, 40), at.of(2_100, 2), at.of(64, 3), at.of(128, 16)
     q = at.randn(batch, heads, tokens, dim)
     k, v = (at.randn(tokens, batch, 1, dim).permute(1, 2, 0, 3).expand(batch, heads, tokens, dim) for _ in "kv")

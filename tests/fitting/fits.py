@@ -13,13 +13,13 @@ from unittest import mock
 from triton import knobs
 from triton._C.libtriton import llvm, nvidia
 
-from experiments.benchmarks.compile.cases import Case
 from experiments.benchmarks.compile.report import both_passes, problem_of
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from experiments.training.atomic_files import write_csv
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.overrides import override
+from tests.fitting.cases import Case
 
 TENSOR_MEMORY = 512  # columns that a program may use on GPUs of compute capability 10.0
 
@@ -121,7 +121,7 @@ def _allocating_only() -> Iterator[None]:
         mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", lambda *given: None),
         mock.patch.object(llvm, "to_module", stop),
     ):
-        knobs.compilation.disable_line_info = True  # attached to LLVM's instructions
+        knobs.compilation.disable_line_info = True
         yield
 
 

@@ -1,0 +1,166 @@
+"""Products, weights and masks of a step of the Hopper backward, and the layouts of its tiles."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from sparseflash.backends.triton.changes.hopper_backward_steps import (
+    changed_in_masked_tiles,
+    changed_scores,
+    exponentials,
+)
+from sparseflash.backends.triton.hopper.backward_items import KEYS
+from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.hopper.gluon_api import accumulator
+from sparseflash.backends.triton.hopper.rows import WIDTH
+
+WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
+# A dead score, where the derivatives of score modifications are computed from the scores: its square is finite. Its
+# weight is 0 where lse is above -1e7, for every cap (`softcap.CAPS`); `attention` promises no gradients from a million
+# on.
+DEAD = gl.constexpr(-1e19)
+
+
+@gluon.jit
+def in_registers(x):
+    """Copies a broadcast value into registers before the products that accumulate onto it are issued. Otherwise ptxas
+    would wait for these products before it makes the copies (warning C7517).
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr):
+    """Starts the product acc + x y over the first USED + REST channels; the other channels hold zeros. acc counts as 0
+    unless `use_acc`.
+
+    A piece begins at a multiple of 64 channels, where a swizzled tile has a new row of shared memory.
+    """
+    if x_s.shape[1] == USED:
+        acc = warpgroup_mma(x_s, y_s, acc, use_acc=use_acc, is_async=True)
+    else:
+        acc = warpgroup_mma(
+            x_s.slice(0, USED, dim=1), y_s.slice(0, USED, dim=0), acc, use_acc=use_acc, is_async=True
+        )  # fmt: skip
+        if REST > 0:
+            x_s, y_s = x_s.slice(USED, REST, dim=1), y_s.slice(USED, REST, dim=0)
+            acc = warpgroup_mma(x_s, y_s, accumulator(acc), is_async=True)
+    return acc
+
+
+@gluon.jit
+def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
+    """dq [ROWS, D] in its order in shared memory and in chains: each thread's numbers in groups of four, the groups of
+    a warp's threads one after another. `rows.in_rows` undoes it.
+
+    A matrix instruction leaves a thread a pair of numbers in every eighth column. Stored by rows, pairs of several rows
+    would share banks of shared memory. Dimensions of the first shape: of rows, warp, half, lane; of columns, warpgroup
+    (if ROWS is 64), eight, lane, number in the pair.
+    """
+    if ROWS == 64:
+        dq = dq.reshape([4, 2, 8, 2, D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    else:
+        dq = dq.reshape([8, 2, 8, D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return dq.reshape([ROWS * D // WIDTH, WIDTH])
+
+
+@gluon.jit
+def masked(
+    x, words_ptr, tile, first_row, k_left, dead,
+    ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """x [KEYS, ROWS] where the tile's bits are set, else `dead`; tile 0 is full. If HAS_LENGTHS, only the first
+    `k_left` keys are live. first_row: the query of the tile at which x begins.
+    """
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
+    word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
+    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (KEYS * WORDS)
+    at = key[:, None] * WORDS + word[None, :]
+    words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
+    if HAS_LENGTHS:
+        words = gl.where((key < k_left)[:, None], words, 0)
+    shift = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS)))
+    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
+    bits = gl.convert_layout(bits.reshape([KEYS, ROWS]), x.type.layout, assert_trivial=True)
+    return gl.where(bits != 0, x, dead)
+
+
+@gluon.jit
+def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
+    """Where the gradient sums of an item are stored: in the order of keys, with `tiles` items a head; or in the order
+    of the list if some items are parts.
+    """
+    return item if HAS_PARTS else number * tiles + first_k // KEYS
+
+
+@gluon.jit
+def weights_of(
+    CHANGES: gl.constexpr, changes, changes_s, s, rows, of_tiles, step, is_partial, mask, qk_scale,
+    ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """`(weights in fp32, modified scores, of_tiles)` from products of keys and queries.
+
+    mask: the arguments of `masked` for the tile's bits.
+    """
+    LAYOUT: gl.constexpr = s.type.layout
+    s = changed_scores(CHANGES, changes, changes_s, s, of_tiles, step)
+    if CHANGES.MAY_BE_NAN and HAS_LENGTHS:  # past the lengths
+        is_dead = rows.slice(0, 1, dim=0).load(LAYOUT).broadcast_to(KEYS, ROWS) == float("-inf")
+        s = gl.where(is_dead, float("-inf"), s)
+    dead = float("-inf")
+    if CHANGES.HAVE_DERIVATIVES:
+        dead = DEAD
+    if is_partial:
+        s, of_tiles = changed_in_masked_tiles(CHANGES, changes, s, of_tiles)
+        words_ptr, tile, first_row, k_left = mask
+        s = masked(s, words_ptr, tile, first_row, k_left, dead, ROWS, HAS_LENGTHS, BITS)
+    changed = s
+    if CHANGES.HAVE_DERIVATIVES:
+        changed += rows.slice(0, 1, dim=0).load(LAYOUT).broadcast_to(KEYS, ROWS)
+    p, of_tiles = exponentials(CHANGES, changes, changed, of_tiles, qk_scale)
+    return p, s, of_tiles
+
+
+@gluon.jit
+def store_part(parts_ptr, part, x, IS_DV: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr):
+    """Writes channels from FIRST on of dk or dv of a part of an item, in fp32 rows of D.
+
+    It writes from registers, because at D=128 dk does not fit into one buffer of dq, and the senders use both buffers.
+    """
+    LAYOUT: gl.constexpr = x.type.layout
+    key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT)), gl.int64)
+    column = gl.cast(FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, LAYOUT)), gl.int64)
+    before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as in `combine_gradients_kernel`
+    if IS_DV:
+        before += KEYS
+    gl.store(parts_ptr + ((key + before)[:, None] * D + column[None, :]), x)
+
+
+@gluon.jit
+def plus_weighted(x, weights, y_s, FIRST: gl.constexpr):
+    """x + weights y over the channels of y from FIRST on that x has, in flight. weights: in registers."""
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=x.type.layout, k_width=2))
+    if x.shape[1] < y_s.shape[1]:
+        y_s = y_s.slice(FIRST, x.shape[1], dim=1)
+    return warpgroup_mma(weights, y_s, x, is_async=True)
+
+
+@gluon.constexpr_function
+def layout_of_products(columns, parts):
+    """The layout of products with this many columns by eight warps. parts: warpgroups that share the columns."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[8 // parts, parts], instr_shape=[16, columns // parts, 16]
+    )
+
+
+@gluon.constexpr_function
+def layout_of_bits(ROWS):
+    """The layout of scores, seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0], [64, 0, 0]],
+        [],
+        [KEYS, ROWS // 32, 32],
+    )

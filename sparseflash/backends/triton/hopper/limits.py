@@ -1,0 +1,55 @@
+"""When the Hopper kernels are chosen: where they were measured faster than the portable ones."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sparseflash.backends.triton.hopper.configs import SMALL, is_common
+
+
+class Limits(NamedTuple):
+    """Where these kernels were measured faster than the portable ones: experiments/results/tried/choice.csv.
+
+    Limits are for one head, so that a row's bits do not depend on its batch; except `most_room`, as gradients depend on
+    the batch in any case.
+    """
+
+    forward_queries_64: int = 512
+    forward_queries_small: int = 1024  # in blocks of 64
+    forward_queries_dynamic: int = 4096  # for a dynamic mask
+    backward_queries: int = 512
+    most_keys: int = 5120  # of a query, for the forward at D=64
+    most_keys_a_query: int = 4  # beyond this, queries are few and the portable kernels split their keys
+    few_queries: int = 16  # from this number on, the forward of few queries is chosen all the same
+    few_queries_other: int = 128  # the same at head dims without a configuration of their own
+    few_queries_backward: int = 128  # the same for the backward
+    forward_dim: int = 64  # the least of D and Dv
+    backward_dim: int = 32
+    forward_queries_other: int = 512  # at head dims without a configuration of their own
+    backward_queries_dynamic: int = 16_384  # for a dynamic mask
+    most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
+    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
+    backward_queries_small: int = 16_384  # in blocks of 64; not measured below
+    backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
+
+    def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
+        """Whether the backward of plain scores is chosen in blocks of 64."""
+        return min(dims) >= self.backward_dim_small and (not dynamic or self.backward_small_dynamic)
+
+    def least_queries(
+        self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
+    ) -> int:  # fmt: skip
+        """These kernels are chosen from this number of queries a head on."""
+        if backward:
+            of_block = self.backward_queries_small if block == SMALL else self.backward_queries
+            return self.backward_queries_dynamic if dynamic else of_block
+        if dynamic:
+            return self.forward_queries_dynamic
+        if not is_common(dims):
+            return self.forward_queries_other
+        if block == SMALL:
+            return self.forward_queries_small
+        return self.forward_queries_64 if dims[0] == 64 else 1
+
+
+LIMITS = Limits()
