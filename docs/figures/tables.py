@@ -145,7 +145,7 @@ TABLES = {
          "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"},
         {f"{tokens:,} tokens, {label}":
              f"selection/{{row}}/{tokens}/{passed}/sdpa / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
-         for tokens in (8192, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
+         for tokens in (8192, 16_384, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
         "", "speed over dense attention's (SDPA)", "not run",
         "Attention of the layer alone in its paper's sizes, its choice included, with random inputs.",
     ),
