@@ -93,9 +93,9 @@ def attention(
 
             - `"triton"`: the portable kernels (fp16, bf16, fp32; D and Dv from 16 to 256). The gradients of a sequence
               have the same bits whatever else is in the batch.
-            - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D = Dv = 64, 96 or 128; no dropout;
-              dynamic masks in blocks of 128, or of 64 forward). They take temperatures, soft caps, sinks, decay with
-              distance, tables by distance, and biases.
+            - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D and Dv multiples of 8 up to 256; no
+              dropout; dynamic masks in blocks of 128, or of 64 up to D = 128). They take temperatures, soft caps,
+              sinks, decay with distance, tables by distance, and biases; `explain` says which combinations do not run.
             - `"blockwise"`: PyTorch operations on the live tiles, on any device, in any floating dtype, with any D.
             - `"reference"`: PyTorch operations on the dense matrix, which define the semantics.
 

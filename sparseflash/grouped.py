@@ -58,10 +58,10 @@ def selected_attention(
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
         dropout_p, seed: as for `attention`; other weights are dropped than by `attention` with the same seed.
-        scores: score modifications, but tile_bias, and a key_bias only if the heads of a group share it. Positions
-            are those of q and k, also with `cu_seqlens`.
+        scores: score modifications, but tile_bias, and a key_bias only if the heads of a group share it. Its
+            positions are places in q and k, also with `cu_seqlens`.
         cu_seqlens: the running sums of the lengths of sequences that lie one behind the other, from 0 to `Nq = Nk`,
-            integers `[S + 1]`. Positions and blocks are then those within a sequence: each begins with block 0, and a
+            integers `[S + 1]`. Blocks and `causal` then count within a sequence: each begins with block 0, and a
             query sees keys of its own sequence only. Sequences may begin anywhere.
 
     The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query

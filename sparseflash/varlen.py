@@ -18,18 +18,23 @@ from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
+from sparseflash.masks.butterfly import butterfly
 from sparseflash.masks.causal import causal
 from sparseflash.masks.chunked import chunked
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
 from sparseflash.masks.local import dilated, local
+from sparseflash.masks.log_sparse import log_sparse
+from sparseflash.masks.sparse_transformer import strided
 from sparseflash.masks.streaming import a_shape, streaming
 from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
-_NESTED = (causal, local, dilated, chunked, streaming, a_shape)  # the mask of n tokens begins that of more
+# The mask of n tokens begins that of more, unless one of these arguments, which the length limits or changes, is given.
+_NESTED = (causal, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
+_OF_ONE_LENGTH = frozenset(("q_len", "k_len", "factors", "strides", "layer"))
 _masks = BoundedDict(32)
 _versions = BoundedDict(32)
 _numbers = count(1)
@@ -283,7 +288,7 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
         return documents(q_sizes, k_sizes, causal=rule is causal, **options)
     by_rule = is_rule(pattern)
-    nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(("q_len", "k_len")))
+    nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(_OF_ONE_LENGTH))
     made_of = _longest_of(sizes) if nested else {size: size for size in sizes if 0 not in size}
     asked = dict.fromkeys(made_of.values())
     whole = max((q for q, k in asked if q == k), default=0) if by_rule else 0

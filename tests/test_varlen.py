@@ -104,6 +104,15 @@ NESTED = {
     "chunked": partial(masks.chunked, chunk=20, causal=True),
     "streaming": partial(masks.streaming, window=17, sink=3),
     "a_shape": partial(masks.a_shape, sink=2, local=25),
+    "strided": partial(masks.strided, stride=11),
+    "far": partial(masks.strided, stride=5, attend="strided"),
+    "log_sparse": partial(masks.log_sparse, window=3),
+    "restart": partial(masks.log_sparse, window=2, restart=37),
+    "butterfly": masks.butterfly,
+    "causal butterfly": partial(masks.butterfly, radix=3, causal=True, global_blocks=1),
+    # Of these the length changes what the arguments mean, so a mask is made for each length.
+    "a layer": partial(masks.butterfly, layer=4),
+    "no factors": partial(masks.butterfly, factors=0),
     "rule": lambda q, k: (k <= q) & ((q - k) % 7 < 3),
 }
 
@@ -111,7 +120,8 @@ NESTED = {
 @given(SIZES, st.sampled_from(list(NESTED)), BLOCKS)
 @example([(300, 300), (40, 40), (1, 1), (33, 33)], "rule", (16, 32))
 def test_masks_that_begin_those_of_longer_sequences_are_placed_in_parts(sizes, name, block):
-    pattern = NESTED[name] if name == "rule" else partial(NESTED[name], block=block)
+    square = block if "butterfly" not in name and name not in ("a layer", "no factors") else block[0]
+    pattern = NESTED[name] if name == "rule" else partial(NESTED[name], block=square)
     sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
     lengths = [stop - start for start, stop in pairwise(sums)]
     found = varlen_mask(sums, pattern=pattern, block=block) if sums[-1] else None
@@ -119,7 +129,9 @@ def test_masks_that_begin_those_of_longer_sequences_are_placed_in_parts(sizes, n
     assert found is None or found == place(parts, sums[-1], sums[-1])
 
 
-@pytest.mark.parametrize("pattern", [partial(masks.local, window=20, block=32), window_rule])
+@pytest.mark.parametrize(
+    "pattern", [partial(masks.local, window=20, block=32), partial(masks.butterfly, block=32), window_rule]
+)
 def test_masks_are_made_for_few_lengths(pattern):
     with mock.patch.object(varlen, "made_for", side_effect=varlen.made_for) as made:
         varlen_mask(np.cumsum([0, *range(1, 400)]), pattern=pattern, block=32)

@@ -157,7 +157,10 @@ def _candidates(scores_ptr, scratch_ptr, begin, stop, k, first, last, WIDTH: tl.
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "count", "all_rows", "start", "k", "first", "last"])
+@triton.jit(
+    do_not_specialize=["rows", "count", "all_rows", "start", "k", "first", "last"],
+    do_not_specialize_on_alignment=["begins_ptr", "stops_ptr"],
+)
 def largest_kernel(
     scores_ptr, begins_ptr, stops_ptr,  # fp32 [lists, rows, count]; int32 [all_rows]
     index_ptr,  # int32 [lists, all_rows, k], written
@@ -191,7 +194,10 @@ def largest_kernel(
         tl.store(index_ptr + at + lane, tl.full([SIZE], -1, tl.int32), mask=(at + lane >= taken) & (at + lane < k))
 
 
-@triton.jit(do_not_specialize=["lists", "rows", "count", "all_rows", "start", "k", "first", "last"])
+@triton.jit(
+    do_not_specialize=["lists", "rows", "count", "all_rows", "start", "k", "first", "last"],
+    do_not_specialize_on_alignment=["begins_ptr", "stops_ptr"],
+)
 def short_kernel(
     scores_ptr, begins_ptr, stops_ptr, index_ptr,  # as in largest_kernel
     lists, rows, count, all_rows, start, k, first, last,

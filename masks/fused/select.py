@@ -110,7 +110,7 @@ def _ordered(score, block):
 
 @triton.jit
 def _with_blocks(scores, found, mine, LISTS: tl.constexpr, GROUP: tl.constexpr, CANDIDATES: tl.constexpr):
-    """The scores of a group of blocks, with those of one tile. Of the parts of a block the best counts."""
+    """The scores of a group of blocks, with the scores of one tile. Of the parts of a block the best counts."""
     if GROUP == CANDIDATES:
         return tl.maximum(scores, found)
     else:

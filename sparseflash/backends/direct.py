@@ -16,8 +16,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Differentiable(Protocol):
-    """It lives as long as the graph, so it must not hold q, k, v or `tensors`: autograd saves these, where hooks for
-    saved tensors reach them.
+    """A forward and its backward. It lives as long as the graph, so it must not hold q, k, v or `tensors`: autograd
+    saves these, where hooks for saved tensors reach them.
     """
 
     seed: Tensor | None  # of the dropout

@@ -190,7 +190,7 @@ def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
 
 
 def _dense(path: Path) -> np.ndarray[Any, Any]:
-    """It is memory-mapped first, because its header may state any size."""
+    """The array of a .npy file, memory-mapped first, because its header may state any size."""
     return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
 
 

@@ -158,7 +158,9 @@ class _Work:
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
-        """The others attend first only if the exchange needs no multiprocessors. A collective started after attention
+        """The attention of block rows to all their keys; if few have remote keys, then of the others.
+
+        The others attend first only if the exchange needs no multiprocessors. A collective started after attention
         waits until attention ends; started before, it blocks attention while it waits for the other rank.
         """
         block_q, block_k = self.mask.block_q, self.mask.block_k

@@ -62,7 +62,8 @@ class SparseAttention(VarlenAttention):  # type: ignore[misc]
 
 
 class SparseAttentionConverter(ModelConfigConverter):  # type: ignore[misc]
-    """Its config: patterns, one for all layers or one for each; scores, for all layers."""
+    """Gives the layers of a model `SparseAttention`. Its config: patterns, one for all layers or one for each; scores,
+    for all layers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):  # type: ignore[misc]

@@ -155,7 +155,7 @@ class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFr
 
 
 class BlockDiagonalPaddedKeysMask(_Diagonal):
-    """Keys of each sequence lie in `kv_padding` places, of which the first ones count.
+    """Keys of each sequence lie in `kv_padding` places; the first ones count.
 
     >>> type(BlockDiagonalPaddedKeysMask.from_seqlens([1, 1], 16, [9, 4]).make_local_attention(4, 0)).__name__
     'BlockDiagonalLocalAttentionPaddedKeysMask'

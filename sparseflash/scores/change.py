@@ -53,7 +53,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """Its fields are tensors and numbers; the tensors may require gradients."""
+    """A score modification: its fields are tensors and numbers; the tensors may require gradients."""
 
     kind: ClassVar[str]
     # The place among others: 0 divides, 1 caps, 2 to 6 add, 7 replaces the score, 8 joins the softmax.

@@ -31,7 +31,7 @@ class Packed:
     def __init__(self, q_sums: tuple[int, ...], k_sums: tuple[int, ...]) -> None:
         self.q_sums, self.k_sums = q_sums, k_sums
         sizes = list(zip(pairwise(q_sums), pairwise(k_sums), strict=True))
-        # Its last query is at the position of its last key.
+        # (queries, keys, shift) of each sequence with scores, whose last query is at the position of its last key.
         self._live = [
             (q_stop - q_start, k_stop - k_start, k_stop - q_stop)
             for (q_start, q_stop), (k_start, k_stop) in sizes
@@ -126,7 +126,7 @@ def _of_places(distance: Distance | None, function: Function | None, shift: int,
 
 
 class Located(NamedTuple):
-    """Where a score is: the arguments of a function, and those of a distance and a table."""
+    """Where a score is: the arguments of a function, of a distance and of a table."""
 
     batch: Tensor
     head: Tensor

@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 
 
 class _Call:
-    """Its arguments are earlier calls, tensors from outside, or numbers."""
+    """A call of an operator: its arguments are earlier calls, tensors from outside, or numbers."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.name, self.args, self.kwargs, self.result = name, args, kwargs, result
@@ -66,7 +66,7 @@ def _recorded(
     function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None,
     may_capture_learned: bool,
 ) -> Recorded:  # fmt: skip
-    # Their values do not matter, because none is read.
+    # Scalars, whose values do not matter, because none is read.
     places = [torch.zeros((), dtype=torch.int64, device=device) for _ in PLACES]
     calls = _Calls([torch.zeros((), device=device), *places, *(x.detach() for x in given)])
     try:

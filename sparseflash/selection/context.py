@@ -48,13 +48,13 @@ class Context:
         return x.narrow(dim, self.start, self.count)
 
     def joined(self, x: Tensor) -> Tensor:
-        """The rows `[B, H, n, D]` of this rank behind those of all ranks before it, `[B, H, start + n, D]`."""
+        """The rows `[B, H, n, D]` of this rank behind the rows of all ranks before it, `[B, H, start + n, D]`."""
         joined: Tensor = _Join.apply(x, self)  # type: ignore[no-untyped-call]
         return joined
 
 
 def check_context(context: object, x: Tensor, cu_seqlens: Any, cache: object) -> None:
-    """Raises unless it is a context of a sequence of which x has this rank's tokens."""
+    """Raises unless it is the context of a sequence, and x has this rank's tokens."""
     if not isinstance(context, Context):
         raise TypeError(f"context must be selection.Context; got {type(context).__name__}.")
     if cu_seqlens is not None or cache is not None:

@@ -77,7 +77,7 @@ class Frame(NamedTuple):
         return torch.arange(self.q_len, device=self.device) if self.packing is None else self.packing.places
 
     def joined(self, x: Tensor) -> Tensor:
-        """The rows `[B, H, n, D]` of the queries' tokens behind those of the ranks before."""
+        """The rows `[B, H, n, D]` of the queries' tokens behind the rows of the ranks before."""
         return x if self.context is None else self.context.joined(x)
 
     @property

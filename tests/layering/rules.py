@@ -181,5 +181,6 @@ KERNELS = (
     "masks/fused/starts.py",
     "masks/fused/summed_scores.py",
     "masks/fused/tile_scores.py",
+    "masks/fused/starts.py",
     "masks/fused/unused.py",
 )

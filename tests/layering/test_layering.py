@@ -188,6 +188,12 @@ def loaded_by(start):
     return loaded
 
 
+def test_no_module_of_the_library_has_400_lines():
+    ours = [module for module in MODULES if below(module, "sparseflash")]
+    lengths = {module: (ROOT / path_of(module)).read_text().count("\n") for module in ours}
+    assert len(ours) > 400 and not {module: length for module, length in lengths.items() if length >= 400}
+
+
 def test_hopper_needs_nothing_of_the_portable_kernels():
     backend = "sparseflash.backends.triton"
     loaded = loaded_by({module for module in MODULES if below(module, f"{backend}.hopper")})

@@ -60,12 +60,14 @@ def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near, sums=Non
 @example("kernels", 3, 150, (1, 2, 1), 128, 2, 3, "max", False, 0, 0, torch.float32, 2)  # two tiles of keys a block
 @example("kernels", 40, 150, (1, 2, 1), 16, 1, 3, "max", True, 1, 1, torch.float16, 3)  # some groups that all rows see
 @example("kernels", 40, 150, (1, 2, 1), 1, 1, 3, "mean", True, 0, 1, torch.float32, 4)  # taken one by one
+@example("operations", 1, 49, (1, 2, 1), 16, 16, 3, "max", False, 1, 1, torch.float32, 0)  # three may be always kept
 def test_the_best_blocks_are_those_of_the_formula(
     way, q_len, k_len, heads, span, block_q, top_k, reduce, causal, sinks, near, dtype, seed
 ):
     batch, q_heads, kv_heads = heads
     if block_q > span and near:  # such lists would always have more than top_k
         near = 0
+    top_k = max(top_k, 4) if sinks and near else top_k  # the most that may always be kept
     if reduce == "mean" and (q_len % block_q or k_len % span):  # thirds are not exact
         q_len, k_len = q_len * block_q, k_len // span * span + span
     g = generator(seed)

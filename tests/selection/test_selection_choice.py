@@ -45,6 +45,16 @@ def test_the_largest_of_a_row_are_those_of_a_sort(rows, blocks, k, first, last, 
     assert torch.equal(found["kernels"], found["operations"])
 
 
+def test_of_many_equal_scores_the_first_are_chosen_beside_greater_ones_behind_them():
+    scores = torch.ones(1, 1, 2, 3000)  # more than there are places in registers
+    scores[..., -100:] = 2.0
+    of = Candidates(torch.tensor([0, 5], dtype=torch.int32), torch.tensor([3000, 3000], dtype=torch.int32))
+    with by("kernels"):
+        got = best_blocks(lambda rows: scores[:, :, rows], of, blocks=3000, k=700, per_row=1)
+    for row, begin in enumerate((0, 5)):
+        assert got[0, 0, row].tolist() == [*range(begin, begin + 600), *range(2900, 3000)]
+
+
 def test_nan_is_not_chosen_and_minus_zero_equals_zero():
     scores = torch.tensor([math.nan, -0.0, 0.0, -math.inf, -0.0, -1.0]).view(1, 1, 1, 6)
     of = Candidates(torch.tensor([0], dtype=torch.int32), torch.tensor([6], dtype=torch.int32))

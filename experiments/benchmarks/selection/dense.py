@@ -31,7 +31,7 @@ def sdpa(inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
 
 
 def fa4(inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
-    """Its own layout is `[B, N, H, D]`."""
+    """FlashAttention-4, in its layout `[B, N, H, D]`."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     package = flashattention4.load()

@@ -79,8 +79,8 @@ def batch_of(
     tokens: int,
     images: int,
 ) -> Batch:
-    """They may be larger than the batch: images without blocks have the label `NO_LABEL`, and some tiles belong to no
-    row.
+    """The tensors may be larger than the batch: images without blocks have the label `NO_LABEL`, and some tiles belong
+    to no row.
     """
     ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
     orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}

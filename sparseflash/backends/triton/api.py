@@ -13,6 +13,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
+from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import KernelChoice
@@ -107,7 +108,7 @@ def choices(
 def check(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raises TypeError, ValueError or RuntimeError unless the kernels can read these tensors here."""
     check_layout(q, k, v)
-    check_runs(q)
+    check_runs(q, INTERPRETED)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:

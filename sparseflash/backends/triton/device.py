@@ -34,11 +34,12 @@ def runs_kernels(device: torch.device) -> bool:
     return torch.version.hip is None and architecture_of(torch.cuda.get_device_capability(device)).is_supported
 
 
-def check_runs(q: Tensor) -> None:
-    """Raises TypeError or RuntimeError unless the kernels run on q's device in q's dtype."""
-    from sparseflash.backends.triton.availability import INTERPRETED  # needs Triton; the rest of this module does not
+def check_runs(q: Tensor, interpreted: bool) -> None:
+    """Raises TypeError or RuntimeError unless the kernels run on q's device in q's dtype.
 
-    if INTERPRETED and q.device.type != "meta":
+    interpreted: whether Triton's interpreter runs them; callers read it from `availability`, which needs Triton.
+    """
+    if interpreted and q.device.type != "meta":
         if q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")
         return

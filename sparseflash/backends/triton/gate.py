@@ -1,6 +1,6 @@
 """Decides whether the Hopper kernels may run under a version of Triton that they were not measured with.
 
-Under any version but those of `versions.py`, each kind of kernel is checked once before its first use:
+Under a version that is not in `versions.py`, each kind of kernel is checked once before its first use:
 `kernel_check.py` compiles it, reads the report of ptxas, and compares results with the reference in fp64. A miscompiled
 kernel may hang, or break its CUDA context, so the check runs in another process, some 20 seconds. The calling process
 does not use the GPU meanwhile, so it may even be recording a CUDA graph. The verdict is stored in Triton's cache

@@ -92,10 +92,10 @@ class Variant:
         self.compiling, self._prepared = None, True
 
     def check_alike(self, arguments: Sequence[Any]) -> None:
-        """Raises RuntimeError if Triton would specialise these arguments otherwise than those of the first launch, for
+        """Raises RuntimeError if Triton would specialise these arguments otherwise than the first launch did, for
         which the kernel was compiled. A kernel that is started directly would not notice.
         """
-        asked = getattr(self.function, "kwargs", {})  # in the interpreter alone
+        asked = getattr(self.function, "kwargs", {})
         anything, anywhere = (asked.get(name) or () for name in ("do_not_specialize", "do_not_specialize_on_alignment"))
         found = [
             x if name.isupper() else _specialised(x, name in anything, name in anywhere)
@@ -195,7 +195,8 @@ class Launch:
     def start(self, programs: int, *given: Any) -> None:
         if not self.variant.can_start_directly():
             arguments = self.arguments(given)
-            self.variant.check_alike(arguments)
+            if self.variant.device.type == "cpu":  # in the interpreter: Triton's launcher on a GPU would compile anew
+                self.variant.check_alike(arguments)
             self.variant.prepare(arguments)
             if not self.variant.can_start_directly():
                 self.variant.launch(programs, arguments)
@@ -218,7 +219,7 @@ class Launch:
 
 def launches_of(function: Any, *, num_warps: int, num_stages: int, most: int = 64) -> Callable[..., Launch]:
     """Makes `Launch.of_all_arguments` for a device and everything that Triton specialises on, its arguments: once for
-    each, of which the last `most` are kept.
+    each; the last `most` are kept.
     """
 
     @bounded(maxsize=most)
@@ -273,7 +274,7 @@ class LaunchSequence:
 
 
 def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Their device must be current."""
+    """Starts these kernels one after another on the current stream; their device must be current."""
     stream = torch._C._cuda_getCurrentRawStream(variants[0].index)
     start = native.module().start
     failed = start(kernels, given, stream)

@@ -36,7 +36,7 @@ def compiled(flags: Sequence[str] = ()) -> Any:
 
 
 def module() -> Any:
-    """Both have `Kernel`, `start` and `layouts`."""
+    """The compiled module, or `python_start`: both have `Kernel`, `start` and `layouts`."""
     return (_found or _load())[0]
 
 

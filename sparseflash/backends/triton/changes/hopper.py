@@ -12,8 +12,8 @@ In the forward, `args` is `(tensors, numbers, integers, descriptor)`. The loadin
   filled in. At most one score modification of a call has this function.
 - `load_with_keys(args, buffers, stage, bar, batch, head, first_k)`: starts loads that complete on the mbarrier of the
   keys, which expects BYTES_OF_KEY more bytes for each key.
-- `load_last(args, buffers, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)`: starts loads after those of
-  keys and values, with mbarriers of its own.
+- `load_last(args, buffers, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)`: starts loads after the
+  loads of keys and values, with mbarriers of its own.
 
 The warpgroups call the following functions. `item` is `(record_s, turn, q_len, k_len - q_len, qk_scale)`, and C is the
 number of the warpgroup.
@@ -40,7 +40,7 @@ calls
 - `send(args, begun, place, of_tokens, ROWS)`: returns `(numbers, kept)` for a step. The loading warp passes the
   numbers, as many as `sent`, to the warpgroups through shared memory, where `record.received` reads them. `place` is
   `(batch, head, number of the head in its group, first query, first key)`.
-- `load_last(args, buffers, step, kept)`: starts loads after those of queries and dout, with mbarriers of its own.
+- `load_last(args, buffers, step, kept)`: starts loads behind the loads of queries and dout, with mbarriers of its own.
 
 The warpgroups call the following functions. `step` is `(number_s, stage, number of the step, of_tokens)`.
 

@@ -37,7 +37,7 @@ class Call:
 
         scale: at least 0, because the softmax takes the maximum before scaling.
         """
-        check_runs(q)
+        check_runs(q, INTERPRETED)
         (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]
         kv_heads, mask = k_cache.shape[1], of.mask
         # Query heads that share keys but have different mask patterns run in separate programs.

@@ -50,9 +50,9 @@ Ints = NDArray[np.int64]
 # order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13.
 #
 # Few queries of many keys are few tiles, each with very many additions, to which all programs add at a time. Where a
-# head has more than _FEW times as many additions to a tile as live tiles, it has a chain for every so many additions as
-# a program makes. In a simulation of 1,024 queries and 65,536 keys one chain a tile takes 5.3 times as long as without
-# any order, and about as long as measured on an H200; 17 chains a tile take 1.02 times as long.
+# head has more than _FEW times as many additions to a tile as live tiles, its number of chains follows from the number
+# of additions that a program makes. In a simulation of 1,024 queries and 65,536 keys one chain a tile takes 5.3 times
+# as long as without any order, and about as long as measured on an H200; 17 chains a tile take 1.02 times as long.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
 _FEW = 4

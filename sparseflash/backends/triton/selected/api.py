@@ -24,7 +24,7 @@ def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
         raise RuntimeError(
             f"the kernels for chosen tokens run on NVIDIA GPUs; got tensors on {q.device}. Use backend='reference'."
         )
-    check_runs(q)
+    check_runs(q, INTERPRETED)
     if q.dtype == torch.float64:
         raise TypeError("the triton backend takes fp16, bf16 and fp32; got fp64. Use backend='reference'.")
     group = q.shape[1] // k.shape[1]

@@ -191,14 +191,15 @@ def of_keys(
     )  # fmt: skip
     large = of.dim + of.v_dim > 256
     shape = of.shape(64, 64 if large else 128)
-    options = {"num_warps": 8 if large or shape.BLOCK_N >= 128 else 4, "num_stages": 2, **OPTIONS}
+    options = {"num_warps": 8 if large or shape.BLOCK_N >= 128 else 4, "num_stages": 2}
     tensors, strides = (q, k, v, dout, packed, lists.entries, lists.ends), (q_strides, *strides_of(k, v), dout_strides)
     count, scales = of.pairs * of.blocks, (scale, scale * LOG2E.value)
     parts = -(-of.span // shape.BLOCK_N)
     if group < _SPLIT:
         block_dkdv_kernel[(count * parts,)](
-            *tensors, None, None, dk, dv, *of.numbers(0), count, entries, 0, *scales, strides, shape, False, **options
-        )
+            *tensors, None, None, dk, dv, *of.numbers(0), count, entries, 0, *scales, strides, shape, False, **options,
+            **OPTIONS,
+        )  # fmt: skip
     else:  # a block that all queries choose would take longer than all others together
         longest, of_item = _LONGEST // group, 4 * of.span * (of.dim + of.v_dim)
         while entries // longest * of_item > _SCRATCH:
@@ -209,7 +210,7 @@ def of_keys(
         ]
         block_dkdv_kernel[(len(numbers) * parts,)](
             *tensors, stops, numbers, *of_parts, *of.numbers(0), count, entries, longest, *scales, strides, shape, True,
-            **options,
+            **options, **OPTIONS,
         )  # fmt: skip
         for part, total in zip(of_parts, (dk, dv)):
             width, at_once = total.shape[3], min(of.span, 16)
