@@ -52,7 +52,7 @@ def summed_scores(
     far = max(x.shape[2] * x.stride(2) for x in (q, k)) >= 2**31
     constants = (
         scale is None, min(low, dim), max(0, dim - low) if high else 0, low, high, block_m, block_n, precision, far,
-        pool is not None, parts, lead + 1, columns, power(columns),
+        pool is not None, parts, lead + 1, columns, block_n // parts,
     )  # fmt: skip
     row_tiles, col_tiles = -(-rows // block_m), -(-count // columns)
     _kernel(
@@ -132,11 +132,26 @@ def summed_scores_kernel(
         written = (column < count) & (tl.arange(0, PADDED_COLUMNS) < COLUMNS)
         result = total
         if POOLED:
-            place = tl.arange(0, BLOCK_N)[:, None] - tl.arange(0, PADDED_COLUMNS)[None, :] * PARTS
-            share = tl.minimum(tl.minimum(place + 1, PARTS + PIECES - 1 - place), min(PARTS, PIECES))
-            result = tl.dot(total, tl.maximum(share, 0).to(tl.float32), input_precision="tf32x3")
+            result = _pooled(total, BLOCK_M, BLOCK_N // PARTS, PARTS, PIECES)
         to = (pair.to(tl.int64) * rows + row)[:, None] * count + column[None, :]
         tl.store(scores_ptr + to, result, mask=is_row[:, None] & written[None, :])
+
+
+@triton.jit
+def _pooled(total, ROWS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr):
+    """The weights of blocks, `[ROWS, GROUPS]`, from those of their keys; see `Pool`. The last ones are not whole."""
+    by_group = total.reshape(ROWS, GROUPS, PARTS)
+    number = tl.arange(0, GROUPS)
+    result = tl.zeros([ROWS, GROUPS], tl.float32)
+    for following in tl.static_range((PARTS + PIECES - 1 + PARTS - 1) // PARTS):  # groups whose keys a block has
+        place = following * PARTS + tl.arange(0, PARTS)
+        share = tl.minimum(tl.minimum(place + 1, PARTS + PIECES - 1 - place), min(PARTS, PIECES))
+        part = tl.sum(by_group * tl.maximum(share, 0).to(tl.float32)[None, None, :], 2)
+        if following > 0:
+            there = tl.minimum(number + following, GROUPS - 1)
+            part = tl.gather(part, tl.broadcast_to(there[None, :], part.shape), 1)
+        result += part
+    return result
 
 
 _kernel = launches_of(summed_scores_kernel, num_warps=8, num_stages=3)

@@ -19,10 +19,11 @@ from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
 _ROWS = 16  # with so many heads a group, tiles of one query waste nothing
-# The keys for each gathered token and head of a group from which on gathering is faster. Predicted: at D = 256 and 12
-# heads a group, 64K tokens and 2,052 chosen ones, an H200 takes 60 and 417 ms, and dense attention 79 and 330 ms.
-_BYTES = 300
-_FEW = 2  # a query's share of the keys, inverted, from which on it is few. Predicted, not measured
+# The keys for each gathered token and head of a group from which on gathering is faster than a mask, in a forward alone
+# and with gradients. On an H200, gathering takes 66 and 483 ms and a mask 102 and 451 ms at D = 256 with 12 heads a
+# group, 64K tokens and 2,052 chosen ones.
+_KEYS = 245, 410
+_FEW = 2  # a query's share of the keys, inverted, from which on its blocks are few
 
 
 class How(NamedTuple):
@@ -67,10 +68,9 @@ def over_chosen(
 
 
 def _are_few(q: Tensor, k: Tensor, index: Tensor, span: int) -> bool:
-    """Whether a query's single tokens are few enough to gather them, which is bound by bytes, instead of a mask, with
-    which nearly all keys are multiplied.
-    """
-    return k.shape[2] * (q.shape[1] // k.shape[1]) > _BYTES * index.shape[3] * span
+    """Whether a query's single tokens are so few that they are gathered; with a mask nearly all keys are multiplied."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    return k.shape[2] * (q.shape[1] // k.shape[1]) > _KEYS[wanted] * index.shape[3] * span
 
 
 def _gathers(q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, how: How) -> bool:

@@ -65,6 +65,8 @@ class Request(NamedTuple):
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
+    # For a backward of Hopper in small blocks: the share of live tiles of 128 x 128 that the live blocks take.
+    filled: float = 0.0
 
     @property
     def architecture(self) -> Architecture:
@@ -76,13 +78,15 @@ class Request(NamedTuple):
         backward: bool,
     ) -> Request:  # fmt: skip
         plan, (block_q, block_k) = setting.plan, setting.block
-        tokens = plan.lists.tokens
+        tokens, filled = plan.lists.tokens, 0.0
+        if backward and min(block_q, block_k) < 128 and architecture_of(setting.capability).has_wgmma:
+            filled = plan.filled(setting.block, (128, 128))
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             *_described(changes, wanted), plan.lists.patterns,
             *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens), q.device,
-            q.shape[0] * q.shape[1],
+            q.shape[0] * q.shape[1], filled,
         )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from sparseflash.backends.triton.family import KernelChoice
 from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, WIDEST_BACKWARD, may_be_small
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
-from sparseflash.backends.triton.schedule.tilings import Tiling
 
 # Tiles of 64 are taken for the backward where at most this share of the blocks of 64 in live tiles of 128 is live, by
 # the head dims up to which it holds: experiments/results/tried/choice.csv. In tiles of 128 one pass has 5 products, in
@@ -32,19 +31,14 @@ def backward_form(plan: Plan, block: tuple[int, int], dims: tuple[int, int], kin
     """The form of the backward. Counting live tiles synchronises with the device, once per mask. kinds: of score
     modifications.
     """
-    if may_be_small(block, dims, kinds) and _is_scattered(plan, dims):
+    if may_be_small(block, dims, kinds) and plan.filled(block, BLOCK) <= most_filled(dims):
         return BackwardForm(SMALL, True)
     return BackwardForm(BLOCK, max(dims) > WIDEST_BACKWARD)
 
 
-def _is_scattered(plan: Plan, dims: tuple[int, int]) -> bool:
-    """Whether too few of the blocks of 64 in live tiles of 128 are live."""
-    retiling = plan.lists.retiling
-    if retiling is None:  # of a mask that is made at every step; the tiles are not known on the host
-        return True
-    most = next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
-    live, united = plan.tiles_per_head * plan.lists.patterns, retiling.count(0, Tiling(*BLOCK))
-    return live <= most * united * (BLOCK[0] * BLOCK[1] // (SMALL[0] * SMALL[1]))
+def most_filled(dims: tuple[int, int]) -> float:
+    """Up to this share of live tiles, tiles of 64 are faster. dims: D and Dv."""
+    return next(share for dim, share in MOST_FILLED.items() if max(dims) <= dim)
 
 
 def reason_of_tile(

@@ -18,6 +18,7 @@ class Limits(NamedTuple):
     forward_queries_small: int = 1024  # in blocks of 64
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 512
+    backward_queries_filled_64: int = 4096  # in small blocks that fill tiles of 128, at D = 64
     most_keys: int = 5120  # of a query, for the forward at D=64
     most_keys_a_query: int = 4  # beyond this, queries are few and the portable kernels split their keys
     few_queries: int = 16  # from this number on, the forward of few queries is chosen all the same
@@ -29,7 +30,7 @@ class Limits(NamedTuple):
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
     backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
-    backward_queries_small: int = 16_384  # in blocks of 64; not measured below
+    backward_queries_small: int = 16_384  # in tiles of 64
     backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
 
     def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
@@ -37,12 +38,15 @@ class Limits(NamedTuple):
         return min(dims) >= self.backward_dim_small and (not dynamic or self.backward_small_dynamic)
 
     def least_queries(
-        self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
+        self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool, filled: bool = False
     ) -> int:  # fmt: skip
-        """These kernels are chosen from this number of queries a head on."""
+        """These kernels are chosen from this number of queries a head on. filled: small blocks in tiles of 128."""
+        if backward and dynamic:
+            return self.backward_queries_dynamic
+        if backward and filled:
+            return self.backward_queries_filled_64 if dims[0] == 64 else self.backward_queries
         if backward:
-            of_block = self.backward_queries_small if block == SMALL else self.backward_queries
-            return self.backward_queries_dynamic if dynamic else of_block
+            return self.backward_queries_small if block == SMALL else self.backward_queries
         if dynamic:
             return self.forward_queries_dynamic
         if not is_common(dims):

@@ -9,6 +9,7 @@ import torch
 
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.choices import most_filled
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
@@ -147,13 +148,16 @@ def yields(request: Request) -> str | None:
         return f"they have not been measured {what} at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
     if backward:
         is_small = _backward_tile(request) == SMALL and LIMITS.takes_small_backward(request.dims, request.dynamic)
+        is_small = is_small or _fills_tiles(request)
     else:
         is_small = request.block == SMALL and not is_64
     if min(request.block) < min(BLOCK) and not is_small:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    least: float = LIMITS.least_queries(request.dims, request.block, backward=backward, dynamic=request.dynamic)
+    least: float = LIMITS.least_queries(
+        request.dims, request.block, backward=backward, dynamic=request.dynamic, filled=_fills_tiles(request)
+    )
     if has_few_queries(request.tokens, request.keys):
         least_few = _least_few_queries(request)
         if request.dynamic or q_len < least_few:
@@ -220,8 +224,17 @@ def _least_few_queries(request: Request) -> float:
     return LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
 
 
+def _fills_tiles(request: Request) -> bool:
+    """Whether the backward takes a mask in small blocks as one in blocks of 128: their live blocks fill its tiles."""
+    is_plain = {"sink"}.issuperset(request.changes) and max(request.dims) <= WIDEST_BACKWARD
+    is_measured = 32 <= min(request.block) < min(BLOCK)
+    return request.backward and is_plain and is_measured and request.filled > most_filled(request.dims)
+
+
 def _backward_tile(request: Request) -> tuple[int, int]:
-    return SMALL if may_be_small(request.block, request.dims, request.changes) else BLOCK
+    """The smallest tiles of the backward for a request."""
+    is_small = may_be_small(request.block, request.dims, request.changes) and not _fills_tiles(request)
+    return SMALL if is_small else BLOCK
 
 
 def _room(request: Request) -> float:

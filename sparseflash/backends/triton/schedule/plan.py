@@ -98,6 +98,16 @@ class Plan:
         tiles = math.prod(-(-n // size) for n, size in zip(self.lists.tokens, block))
         return self.lists.reusable and self.tiles_per_head == tiles
 
+    def filled(self, block: tuple[int, int], tile: tuple[int, int]) -> float:
+        """The share of live tiles of size `tile` that the live blocks of the mask take, of size `block`; 0 if that is
+        not known on the host. Synchronises with the device, once per mask.
+        """
+        retiling = self.lists.retiling
+        if retiling is None or any(size % each for size, each in zip(tile, block, strict=True)):
+            return 0.0
+        united = retiling.count(0, Tiling(*tile)) * math.prod(tile)
+        return self.tiles_per_head * self.lists.patterns * math.prod(block) / united if united else 0.0
+
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
         """The best tiling for a kernel over `axis` (0: rows, 1: columns), given the tiles that it prefers.
 

@@ -317,6 +317,27 @@ def test_who_serves_scattered_blocks_of_64_is_a_limit_by_head_dim(monkeypatch):
     assert support.yields(chosen) is None
 
 
+@pytest.mark.parametrize("block", [64, 32])
+@pytest.mark.parametrize(("dim", "least"), [(64, 4096), (96, 512), (128, 512)])
+def test_the_backward_serves_small_blocks_that_fill_tiles_of_128(block, dim, least):
+    asked = HALF._replace(dims=(dim, dim), block=(block, block), backward=True, tokens=(least, least), filled=0.9)
+    assert support.yields(asked) is None and support.yields(asked._replace(changes=("sink",))) is None
+    shorter = asked._replace(tokens=(least - 1, least - 1))
+    assert support.yields(shorter) == BELOW.format("backward", f"{least:,}", dim, f"{least - 1:,}")
+    assert support.yields(asked._replace(filled=0.7)) is not None
+    assert support.yields(asked._replace(block=(16, 16))).endswith("less memory in blocks of 16 x 16")
+    assert support.yields(asked._replace(changes=("softcap",))).endswith(f"less memory in blocks of {block} x {block}")
+
+
+@pytest.mark.parametrize(("block", "scattered"), [(64, "portable"), (32, "portable"), (128, "hopper")])
+def test_how_full_tiles_are_decides_who_serves_small_blocks(block, scattered):
+    q = torch.empty(1, 2, 2048, 128, dtype=torch.bfloat16, device="meta")
+    window = masks.local(2048, window=512, causal=True, block=block)
+    some = masks.random_blocks(2048, count=2, block=block)
+    families = [explain(q, q, q, mask, capability=(9, 0)).backward.family for mask in (window, some)]
+    assert families == ["hopper", scattered]
+
+
 def test_a_short_side_does_not_change_the_kernels_of_a_long_one():
     q = torch.empty(2, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
     families = {explain(q, k, k, capability=(9, 0)).forward.family for k in (q[:, :, :65], q[:, :, :64])}
