@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
@@ -111,7 +112,7 @@ def selected_attention(
     if rows > group:
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
     packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
-    run = partial(
+    run: Callable[..., tuple[Tensor, Tensor]] = partial(  # type: ignore[assignment]
         attention, mask=mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
         backend=backend,
     )  # fmt: skip

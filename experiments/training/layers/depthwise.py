@@ -40,7 +40,7 @@ class _Depthwise(torch.autograd.Function):
         return _sum(x, weight, side)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         of_weight = weight_gradient(gradient.contiguous(), x.contiguous(), len(weight), ctx.side or 0)
         return _sum(gradient, weight.flip(0), ctx.side), of_weight.to(weight.dtype), None
