@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from experiments.training.layers.depthwise import depthwise, launched, weight_gradient
+from experiments.training.layers.depthwise import depthwise, weight_gradient
+from experiments.training.layers.depthwise_kernel import launched
 
 CASES = [(2, 40, 5, 3, None), (3, 17, 8, 7, None), (2, 36, 4, 3, 6), (1, 64, 6, 5, 8)]
 
@@ -47,6 +48,7 @@ def test_the_kernel_sums_the_gradient_of_weights(case):
 # PyTorch 2.11's compiler makes an instance of every autograd function, and warns of it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by PyTorch's compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [(64, 2048, 192, 7, None), (16, 1024, 256, 3, 32)])
 def test_a_compiled_convolution_on_a_gpu(case, dtype):
