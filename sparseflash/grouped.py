@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import Callable
-from functools import partial
-=======
->>>>>>> h-rev2
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -115,12 +110,6 @@ def selected_attention(
     if rows > group:
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
     packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
-<<<<<<< HEAD
-    run: Callable[..., tuple[Tensor, Tensor]] = partial(  # type: ignore[assignment]
-        attention, mask=mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
-        backend=backend,
-    )  # fmt: skip
-=======
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attention(
@@ -128,7 +117,6 @@ def selected_attention(
             backend=backend,
         )  # fmt: skip
 
->>>>>>> h-rev2
     is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
     if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
         out, lse = attend(packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, forward=run)

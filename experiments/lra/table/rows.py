@@ -25,14 +25,9 @@ SEEDS = 3
 TEXT = """# The arena's rows
 
 Written by `python -m experiments.lra record` from the files of this folder and `../pathx/models.jsonl`. Each line is
-<<<<<<< HEAD
-one setting, with all of its seeds. On 2,000
-expressions of ListOps the standard error is 1 %, on the other tasks 0.2 to 0.4. The best setting of a task is the best
-in validation, or in the test where no validation ran.
-=======
 one setting, with all of its seeds. On 2,000 expressions of ListOps the standard error is 1 %, on the other tasks 0.2 to
-0.4. The best setting of a task is the best in validation. Of text, as in the arena, validation is a part of the test.
->>>>>>> h-rev2
+0.4. The best setting of a task is the best in validation, or in the test where no validation ran. Of text, as in the
+arena, validation is a part of the test.
 
 """
 LIMITS = """
