@@ -80,6 +80,24 @@ def gradients_of(tensors, index, **more):
     return out, lse, *torch.autograd.grad(out, given, upstream)
 
 
+def test_heads_of_a_group_may_be_far_apart():
+    (q, k, v), index = drawn((1, 3, 1, 1), 20, 30, (16, 16), 16, 2, 0)
+    memory = torch.empty(2 * 2**30 + q[0, 0].numel(), dtype=q.dtype)  # of which little is touched
+    far = [memory.as_strided(q.shape, (0, 2**30, 16, 1)), k, v]
+    far[0].copy_(q)
+    assert all(map(torch.equal, gradients_of((q, k, v), index), gradients_of(far, index)))
+
+
+@pytest.mark.gpu
+def test_a_batch_may_be_of_more_pairs_than_a_grid_has_rows():
+    (q, k, v), index = drawn((2**14 + 1, 4, 4, 4), 16, 16, (16, 16), 16, 1, 0)
+    results = gradients_of([x.cuda() for x in (q, k, v)], index.cuda())
+    some = torch.tensor([0, 2**13, 2**14])
+    few = gradients_of([x[some].cuda() for x in (q, k, v)], index[some].cuda())
+    assert all(torch.equal(a[some.cuda()], b) for a, b in list(zip(results, few))[:2])
+    assert all(x.isfinite().all() and x[-1].any() for x in results[2:])
+
+
 @few
 @given(HEADS, st.integers(1, 60), st.integers(1, 60), SEEDS)
 def test_equal_inputs_have_equal_bits_however_many_pairs_are_computed_at_once(heads, q_len, k_len, seed):
