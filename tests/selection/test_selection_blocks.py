@@ -137,6 +137,21 @@ def test_numbers_that_are_none_stay_where_they_are_chosen():
     assert all((x[:, :, 48:] == 0).all() for x in (dk, dv))
 
 
+@pytest.mark.parametrize(
+    ("interpreted", "error", "message"),
+    [(True, TypeError, "interpreter silently computes bf16 wrongly"), (False, RuntimeError, "run on NVIDIA GPUs")],
+)
+def test_kernels_that_cannot_run_here_are_refused(interpreted, error, message):
+    layer = filled(selection.MixtureOfBlocks(WIDTH, 4, 2, head_dim=16, block=16, chosen=2, backend="triton"), 0)
+    with (
+        mock.patch.object(attending, "block_attention", side_effect=block_attention) as gathered,
+        mock.patch.object(block_api, "INTERPRETED", interpreted),
+        pytest.raises(error, match=message),
+    ):
+        layer.bfloat16()(sequence(150, 1).bfloat16())
+    assert gathered.called
+
+
 def test_operator():
     (q, k, v), index = drawn((1, 4, 4, 2), 20, 30, (24, 16), 16, 2, 0)
     for requires in (False, True):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import OPTIONS, on_device
@@ -89,6 +91,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Transposed]:
     """`(out, lse, lists)`."""
+    check_runs(q, INTERPRETED)
     out, lse = empty_out(q, v), empty_lse(q)
     q, k, v = readable(q), readable(k), readable(v)
     of = Call(q.shape, k, v, index.shape[1], index.shape[3], span, causal, _reach(index.shape[1], q))
