@@ -223,6 +223,25 @@ def test_selected_attention_gathers_for_the_gradients_of_keys(heads, q_len, k_le
     assert gathered.called
 
 
+@pytest.mark.parametrize("wide", ["q", "kv", "v", "qkv"])
+def test_autocast_casts_before_it_gathers(wide):
+    given, index = drawn((1, 4, 2, 2), 40, 40, (16, 16), 16, 2, 0)
+    results = []
+    for autocast in (False, True):
+        tensors = [x.float() if autocast and name in wide else x for x, name in zip(given, "qkv")]
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        with (
+            mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered,
+            torch.autocast("cpu", torch.float16, enabled=autocast),
+        ):
+            out = grouped.selected_attention(*tensors, index, span=16, backend="triton")
+        assert gathered.called
+        found = torch.autograd.grad(out.float().square().sum(), tensors)
+        assert [x.dtype for x in found] == [x.dtype for x in tensors]
+        results.append((out, *[x.half() for x in found]))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "dims", "span"), [((64, 4), (192, 128), 64), ((64, 4), (128, 128), 128)])
