@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from sparseflash.attention import Backend, attention
+from sparseflash.attention import Backend, attention, in_one_dtype
 from sparseflash.backends.chosen_rows import attend, gathers
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
 from sparseflash.merge import with_sink
@@ -109,7 +109,8 @@ def selected_attention(
     packed = q.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, Nq, group, D]
     if rows > group:
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
-    packed, factor = packed.flatten(2, 3), checked_scale(scale, dim)
+    packed, k, v = in_one_dtype(packed.flatten(2, 3), k, v)
+    factor = checked_scale(scale, dim)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attention(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.attention import Backend, attention
+from sparseflash.attention import Backend, attention, in_one_dtype
 from sparseflash.backends.chosen_blocks import block_attention
 from sparseflash.decode import Backend as Decoder
 from sparseflash.decode import attention_with_cache
@@ -50,7 +50,7 @@ def over_chosen(
     of_keys = index.expand(-1, kv_heads, -1, -1) if index.shape[1] == 1 else index
     if frame.lengths is not None:
         return _with_cache(q, k, v, of_keys, frame, how, span)
-    k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
+    q, k, v = in_one_dtype(q, k[:, :, : frame.k_len], v[:, :, : frame.k_len])
     if of_keys.shape[1] == kv_heads and heads // kv_heads >= _ROWS and 16 <= span <= 256:
         return selected_attention(q, k, v, of_keys, span=span, scale=how.scale, backend=how.backend)
     if how.backend in (None, "triton") and _gathers(q, k, v, of_keys, span, how):

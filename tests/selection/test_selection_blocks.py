@@ -80,6 +80,24 @@ def gradients_of(tensors, index, **more):
     return out, lse, *torch.autograd.grad(out, given, upstream)
 
 
+def test_heads_of_a_group_may_be_far_apart():
+    (q, k, v), index = drawn((1, 3, 1, 1), 20, 30, (16, 16), 16, 2, 0)
+    memory = torch.empty(2 * 2**30 + q[0, 0].numel(), dtype=q.dtype)  # of which little is touched
+    far = [memory.as_strided(q.shape, (0, 2**30, 16, 1)), k, v]
+    far[0].copy_(q)
+    assert all(map(torch.equal, gradients_of((q, k, v), index), gradients_of(far, index)))
+
+
+@pytest.mark.gpu
+def test_a_batch_may_be_of_more_pairs_than_a_grid_has_rows():
+    (q, k, v), index = drawn((2**14 + 1, 4, 4, 4), 16, 16, (16, 16), 16, 1, 0)
+    results = gradients_of([x.cuda() for x in (q, k, v)], index.cuda())
+    some = torch.tensor([0, 2**13, 2**14])
+    few = gradients_of([x[some].cuda() for x in (q, k, v)], index[some].cuda())
+    assert all(torch.equal(a[some.cuda()], b) for a, b in list(zip(results, few))[:2])
+    assert all(x.isfinite().all() and x[-1].any() for x in results[2:])
+
+
 @few
 @given(HEADS, st.integers(1, 60), st.integers(1, 60), SEEDS)
 def test_equal_inputs_have_equal_bits_however_many_pairs_are_computed_at_once(heads, q_len, k_len, seed):
@@ -117,6 +135,21 @@ def test_numbers_that_are_none_stay_where_they_are_chosen():
     others = torch.arange(64) != 60
     assert all(x[:, :, others].isfinite().all() for x in (out, lse, dq))
     assert all((x[:, :, 48:] == 0).all() for x in (dk, dv))
+
+
+@pytest.mark.parametrize(
+    ("interpreted", "error", "message"),
+    [(True, TypeError, "interpreter silently computes bf16 wrongly"), (False, RuntimeError, "run on NVIDIA GPUs")],
+)
+def test_kernels_that_cannot_run_here_are_refused(interpreted, error, message):
+    layer = filled(selection.MixtureOfBlocks(WIDTH, 4, 2, head_dim=16, block=16, chosen=2, backend="triton"), 0)
+    with (
+        mock.patch.object(attending, "block_attention", side_effect=block_attention) as gathered,
+        mock.patch.object(block_api, "INTERPRETED", interpreted),
+        pytest.raises(error, match=message),
+    ):
+        layer.bfloat16()(sequence(150, 1).bfloat16())
+    assert gathered.called
 
 
 def test_operator():
@@ -188,6 +221,25 @@ def test_selected_attention_gathers_for_the_gradients_of_keys(heads, q_len, k_le
     ):
         testing.assert_exact(selected, q, k, v, mask)
     assert gathered.called
+
+
+@pytest.mark.parametrize("wide", ["q", "kv", "v", "qkv"])
+def test_autocast_casts_before_it_gathers(wide):
+    given, index = drawn((1, 4, 2, 2), 40, 40, (16, 16), 16, 2, 0)
+    results = []
+    for autocast in (False, True):
+        tensors = [x.float() if autocast and name in wide else x for x, name in zip(given, "qkv")]
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        with (
+            mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered,
+            torch.autocast("cpu", torch.float16, enabled=autocast),
+        ):
+            out = grouped.selected_attention(*tensors, index, span=16, backend="triton")
+        assert gathered.called
+        found = torch.autograd.grad(out.float().square().sum(), tensors)
+        assert [x.dtype for x in found] == [x.dtype for x in tensors]
+        results.append((out, *[x.half() for x in found]))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.device_functions.fp32_split import input_precision
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import OPTIONS, on_device
@@ -40,7 +42,7 @@ class Call:
         self, sizes: Sequence[int], k: Tensor, v: Tensor, heads: int, choices: int, span: int, causal: bool,
         reach: int,
     ) -> None:  # fmt: skip
-        """sizes: of q `[B, Hq, Nq, D]`. heads: that choose. reach: the largest offset of a token of q."""
+        """sizes: of q `[B, Hq, Nq, D]`. heads: that choose. reach: the largest offset in a group of q, see `_reach`."""
         (self.batch, query_heads, self.q_len, self.dim), (_, kv_heads, self.k_len, _) = sizes, k.shape
         self.heads, self.choices, self.span, self.causal = heads, choices, span, causal
         self.group, self.repeats, self.pairs = query_heads // heads, heads // kv_heads, self.batch * heads
@@ -80,12 +82,19 @@ class Call:
         return *items_of(lists.ends, first * self.blocks, count, entries, shape.ROWS // shape.GROUP), count
 
 
+def _reach(heads: int, *tensors: Tensor) -> int:
+    """Past the largest offset of a token from the first of its group, in tensors `[B, Hq, Nq, D]`."""
+    return max(x.shape[2] * x.stride(2) + (x.shape[1] // heads - 1) * x.stride(1) for x in tensors)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Transposed]:
     """`(out, lse, lists)`."""
+    check_runs(q, INTERPRETED)
     out, lse = empty_out(q, v), empty_lse(q)
-    of = Call(q.shape, k, v, index.shape[1], index.shape[3], span, causal, q.shape[2] * q.stride(2))
+    q, k, v = readable(q), readable(k), readable(v)
+    of = Call(q.shape, k, v, index.shape[1], index.shape[3], span, causal, _reach(index.shape[1], q))
     check_count(
         "batch x heads that choose x queries x blocks of each",
         of.batch,
@@ -102,7 +111,6 @@ def forward(
             )
         )
         return out.zero_(), lse.fill_(-torch.inf), lists
-    q, k, v = readable(q), readable(k), readable(v)
     with on_device(q.device):
         lists = transposed(index, of.blocks, span, of.k_len, causal)
         shape = of.shape(128, 128)
@@ -136,13 +144,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
     heads, choices = lists.chosen.shape[0] // q.shape[0], lists.chosen.shape[2]
-    reach = max(x.shape[2] * x.stride(2) for x in (q, dout))
-    of = Call(q.shape, k, v, heads, choices, span, causal, reach)
+    q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
+    of = Call(q.shape, k_, v_, heads, choices, span, causal, _reach(heads, q_, dout))
     dq = empty_gradient(q)
     if dq.numel() == 0 or k.numel() == 0:
         return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
-    q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
     lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     scales = scale, scale * LOG2E.value
     with on_device(q.device):
@@ -185,9 +192,10 @@ def of_keys(
     wide = q.dtype if of.repeats == 1 else torch.float32
     dk, dv = (torch.empty(of.batch, of.heads, *x.shape[2:], dtype=wide, device=device) for x in (k, v))
     packed = torch.empty(2, entries, group, dtype=torch.float32, device=device)
-    pack_kernel[(-(-of.q_len * of.choices * group // _PACKED), of.pairs)](
-        rows.lse2, rows.delta, lists.entries, lists.ends, packed, of.group, of.blocks, entries, rows.strides, group,
-        slot_bits(of.choices), _PACKED, num_warps=4, **OPTIONS,
+    tiles = -(-of.q_len * of.choices * group // _PACKED)
+    pack_kernel[(of.pairs * tiles,)](
+        rows.lse2, rows.delta, lists.entries, lists.ends, packed, of.group, of.blocks, tiles, entries, rows.strides,
+        group, slot_bits(of.choices), _PACKED, num_warps=4, **OPTIONS,
     )  # fmt: skip
     large = of.dim + of.v_dim > 256
     shape = of.shape(64, 64 if large else 128)

@@ -57,33 +57,32 @@ def _keys(k_ptr, offsets, live, SHAPE: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["group", "count"])
+@triton.jit(do_not_specialize=["group", "tiles", "count"])
 def pack_kernel(
     lse2_ptr, delta_ptr,  # fp32, of each row of queries, as delta_kernel writes them
     entries_ptr, ends_ptr,  # see Transposed
     packed_ptr,  # fp32 [2, entries, GROUP], written
-    group, blocks, count, strides,  # of the pair, the token, and the head of its group
+    group, blocks, tiles, count, strides,  # of the pair, the token, and the head of its group
     GROUP: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes lse2 and delta in the order of entries: a gather in each step of `block_dkdv_kernel` would take longer."""
-    pair = (tl.program_id(1)).to(tl.int64)
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
     begin = tl.load(ends_ptr + pair * blocks - 1, mask=pair > 0, other=0)
     stop = tl.load(ends_ptr + (pair + 1) * blocks - 1)
-    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = (tl.program_id(0) % tiles).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     at, in_group = begin + row // GROUP, row % GROUP
     inside = (at < stop) & (in_group < group)
     query = (tl.load(entries_ptr + at, mask=inside, other=0) >> BITS).to(tl.int64)
     read = pair * strides[0] + query * strides[1] + in_group * strides[2]
-    to = at.to(tl.int64) * GROUP + in_group
+    to = at * GROUP + in_group
     tl.store(packed_ptr + to, tl.load(lse2_ptr + read, mask=inside, other=float("inf")), mask=at < stop)
-    tl.store(
-        packed_ptr + count * GROUP + to, tl.load(delta_ptr + read, mask=inside, other=0.0), mask=at < stop
-    )  # fmt: skip
+    to += count.to(tl.int64) * GROUP
+    tl.store(packed_ptr + to, tl.load(delta_ptr + read, mask=inside, other=0.0), mask=at < stop)
 
 
 @triton.jit
 def _with_queries(
-    dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, row, rows, count, entry, key, is_key, shift,
+    dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, row, rows, half, entry, key, is_key, shift,
     choices, group, qk_scale, q_strides, dout_strides, SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile of keys, and of the queries of some entries. Unless MASKED, all of these see all keys."""
@@ -97,9 +96,9 @@ def _with_queries(
     place = row + tl.arange(0, SHAPE.ROWS)
     if MASKED:
         lse2 = tl.load(packed_ptr + place, mask=place < rows, other=float("inf"))
-        delta = tl.load(packed_ptr + count + place, mask=place < rows, other=0.0)
+        delta = tl.load(packed_ptr + half + place, mask=place < rows, other=0.0)
     else:
-        lse2, delta = tl.load(packed_ptr + place), tl.load(packed_ptr + count + place)
+        lse2, delta = tl.load(packed_ptr + place), tl.load(packed_ptr + half + place)
     scores = tl.dot(k_low, q_low.T, input_precision=PRECISION)
     if SHAPE.HIGH > 0:
         scores = tl.dot(k_high, q_high.T, scores, input_precision=PRECISION)
@@ -167,6 +166,7 @@ def block_dkdv_kernel(
     q_ptr += batch * q_strides[0] + head * q_strides[1]
     dout_ptr += batch * dout_strides[0] + head * dout_strides[1]
     packed_ptr += begin.to(tl.int64) * GROUP
+    half = count.to(tl.int64) * GROUP  # of the packed numbers
     rows = (stop - begin) * GROUP
     dk_low = tl.zeros([BLOCK_N, PADDED_LOW], tl.float32)
     dk_high = dk_low
@@ -191,7 +191,7 @@ def block_dkdv_kernel(
         next_at = tl.where(step + 1 < masked, step + 1, full) * size
         following = entries_at(entries_ptr, begin + next_at, stop, GROUP, ROWS)
         dk_low, dk_high, dv = _with_queries(
-            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, at * GROUP, rows, count * GROUP, entry,
+            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, at * GROUP, rows, half, entry,
             key, is_key, shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=True,
         )  # fmt: skip
     following = entries_at(entries_ptr, begin + masked * size, stop, GROUP, ROWS)
@@ -199,7 +199,7 @@ def block_dkdv_kernel(
         entry = following
         following = entries_at(entries_ptr, begin + (step + 1) * size, stop, GROUP, ROWS)
         dk_low, dk_high, dv = _with_queries(
-            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, step * ROWS, rows, count * GROUP, entry,
+            dk_low, dk_high, dv, k_low, k_high, v, q_ptr, dout_ptr, packed_ptr, step * ROWS, rows, half, entry,
             key, is_key, shift, choices, group, qk_scale, q_strides, dout_strides, SHAPE, MASKED=False,
         )  # fmt: skip
     D: tl.constexpr = SHAPE.LOW + SHAPE.HIGH

@@ -52,7 +52,7 @@ def rows_of_entries(entry, choices, group, SHAPE: tl.constexpr):
     entry = tl.where(inside, entry, 0)
     query = entry >> SHAPE.BITS
     if SHAPE.FAR:
-        query = query.to(tl.int64)
+        query, in_group = query.to(tl.int64), in_group.to(tl.int64)
     return query, query.to(tl.int64) * choices + (entry & ((1 << SHAPE.BITS) - 1)), in_group, inside
 
 
