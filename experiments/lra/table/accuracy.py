@@ -242,4 +242,4 @@ def name_of(origin: str) -> str:
 def stage(run: dict[str, Any]) -> str:
     """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
-    return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("token_labels") else "")
+    return f"{run['objective']} {steps:,}" + (", labels of tokens" if run.get("token_labels") else "")

@@ -45,6 +45,8 @@ def test_the_kernel_sums_the_gradient_of_weights(case):
     torch.testing.assert_close(launched(gradient, x, len(weight), case[4] or 0), want, atol=1e-3, rtol=1e-4)
 
 
+# PyTorch 2.11's compiler makes an instance of every autograd function, and warns of it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by PyTorch's compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
