@@ -48,7 +48,6 @@ def test_the_kernel_sums_the_gradient_of_weights(case):
 # PyTorch 2.11's compiler makes an instance of every autograd function, and warns of it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by PyTorch's compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [(64, 2048, 192, 7, None), (16, 1024, 256, 3, 32)])
 def test_a_compiled_convolution_on_a_gpu(case, dtype):
