@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -113,10 +112,13 @@ def selected_attention(
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
     packed, k, v = in_one_dtype(packed.flatten(2, 3), k, v)
     factor = checked_scale(scale, dim)
-    run = partial(
-        attention, mask=mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
-        backend=backend,
-    )  # fmt: skip
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(
+            q, k, v, mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
+            backend=backend,
+        )  # fmt: skip
+
     is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
     if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
         out, lse = attend(packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, forward=run)

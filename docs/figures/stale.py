@@ -18,6 +18,7 @@ KERNELS_OF: dict[str, tuple[str, ...]] = {
     "layer": _KERNELS,
     "io": _KERNELS,
     "lm-speed": (*_KERNELS, "experiments/lm/model"),
+    "gpt": (*_KERNELS, "experiments/lm/model"),
     "huggingface": (*_KERNELS, "sparseflash/huggingface"),
     "scores": (*_KERNELS, "sparseflash/scores"),
     "selection": (*_KERNELS, "masks/fused"),

@@ -27,6 +27,14 @@ _GENERATE = "generate/{row}/{column}"
 _TRANSFORMERS = "huggingface/{row}"
 _GPUS = "distributed/{row}/heads32of8"
 
+
+def _beside(way: str) -> dict[str, str]:
+    """Columns of ratios beside three libraries, in both passes."""
+    return {f"{label}, {passed}": f"speed/{{row}}/{passed}/{peer} / speed/{{row}}/{passed}/{way}"
+            for label, peer in (("FlashAttention-4", "fa4"), ("cuDNN", "sdpa-cudnn"), ("FlexAttention", "flex"))
+            for passed in ("forward", "backward")}  # fmt: skip
+
+
 TABLES = {
     "speed-beside-fa4": Table(_SIX, _PASSES, f"{_SPEED}/fa4 / {_SPEED}/sparseflash", "mask, live scores", "none"),
     "speed-beside-fa4-all": Table(
@@ -44,39 +52,39 @@ TABLES = {
             "causal, 2K, batch 16, D=128": "causal-16x2k/128",
             "causal, 8K, D=32": "causal-8k-d32/32",
             "causal, 8K, D=64": "causal-8k-d64/64",
+            "causal, 8K, D=80": "causal-8k-d80/80",
             "causal, 8K, D=96": "causal-8k-d96/96",
-            "causal, 8K, D=192": "causal-8k-d192/192",
-            "causal, 16K, 32 heads, D=64": "causal-16k-d64/64",
+            "causal, 8K, D=128": "causal-8k-d128/128",
             "causal, 1K, batch 32, D=64": "gpt2-32x1k/64",
             "dense, 512, batch 64, D=64": "bert-64x512/64",
-            "dense, 4K, batch 2, D=32": "dense-4k-d32/32",
-            "dense, 4K, batch 2, D=80": "dense-4k-d80/80",
-            "dense, 16K, 32 heads, D=64": "dense-16k-d64/64",
             "1K queries, 64K keys, D=128": "cross-1k-64k/128",
             "128 queries, 64K keys, batch 8, D=128": "cross-128-64k/128",
             "window 1,000, 32K, 32:8 heads, D=128": "window-1000-32k/128",
-            "window 1,024, 16K, D=64": "window-1024-16k-d64/64",
             "window 1,024, 16K, D=96": "window-1024-d96/96",
-            "window 1,024, 16K, D=256": "window-1024-16k-d256/256",
             "window 4,096, 64K, 32 heads, D=64": "window-4096-64k-d64/64",
             "32 packed documents, causal, 64K, D=128": "documents-64k/128",
+        },
+        _beside("sparseflash"), "", "workload", "none",
+        "none: cuDNN computes sparse masks densely; at D=80 FlashAttention-4's gradients were wrong.",
+    ),
+    "workloads-older": Table(
+        {
+            "causal, 8K, D=192": "causal-8k-d192/192",
+            "causal, 16K, 32 heads, D=64": "causal-16k-d64/64",
+            "dense, 4K, batch 2, D=32": "dense-4k-d32/32",
+            "dense, 4K, batch 2, D=80": "dense-4k-d80/80",
+            "dense, 16K, 32 heads, D=64": "dense-16k-d64/64",
+            "window 1,024, 16K, D=64": "window-1024-16k-d64/64",
+            "window 1,024, 16K, D=256": "window-1024-16k-d256/256",
             "image of 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64",
             "video of 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64",
             "Longformer, window 512, 16K, D=64": "longformer-16k/64",
         },
-        {f"{label}, {passed}": f"speed/{{row}}/{passed}/{peer} / speed/{{row}}/{passed}/sparseflash"
-         for label, peer in (("FlashAttention-4", "fa4"), ("cuDNN", "sdpa-cudnn"), ("FlexAttention", "flex"))
-         for passed in ("forward", "backward")},
-        "", "workload", "none",
-        "none: cuDNN computes sparse masks densely; at D=80 FlashAttention-4's gradients were wrong.",
+        _beside("sparseflash"), "", "workload", "none", "none: as above.",
     ),
     "head-dims": Table(
-        {"D=80": "causal-8k-d80/80", "D=256": "causal-8k-d256/256",
-         "queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
-        {f"{label}, {passed}": f"speed/{{row}}/{passed}/{peer} / speed/{{row}}/{passed}/sparseflash-hopper"
-         for label, peer in (("FlashAttention-4", "fa4"), ("cuDNN", "sdpa-cudnn"), ("FlexAttention", "flex"))
-         for passed in ("forward", "backward")},
-        "", "causal, 8,192 tokens, 16 heads", "wrong result",
+        {"D=256": "causal-8k-d256/256", "queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
+        _beside("sparseflash-hopper"), "", "causal, 8,192 tokens, 16 heads",
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
@@ -87,9 +95,19 @@ TABLES = {
         {"a call without gradients": "inference", "forward and backward": "forward-and-backward",
          "forward and backward, one thread": "forward-and-backward-one-thread",
          "new lengths and a call": "new-lengths-and-a-call",
-         "a new causal mask and a call": "new-causal-mask-and-a-call"},
-        {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"},
-        "calls/{row}/{column} @ h200-flex", "host time in µs", units=False,
+         "the same causal mask, made anew, and a call": "new-causal-mask-and-a-call",
+         "another window at every call": "another-window-and-a-call",
+         "`top_k_blocks` and a call": "top-k-blocks-and-a-call"},
+        {"sparseflash": "sparseflash", "SDPA": "sdpa"}, "calls/{row}/{column} @ h200-triton-3.9", "host time in µs",
+        "none", units=False,
+    ),
+    "gpt": Table(
+        {"1,024 tokens, batch 64": "small-1024", "4,096 tokens, batch 16": "small-4096"},
+        {label: f"gpt/{{row}}/step/{peer} / gpt/{{row}}/step/sparseflash"
+         for label, peer in (("SDPA", "sdpa"), ("FlashAttention-4", "fa4"), ("Transformers", "hugging-face"))}
+        | {"FlashAttention-4, both a window": "gpt/{row}/step/fa4-window / gpt/{row}/step/sparseflash-window"},
+        "", "GPT-2 small, causal", "none",
+        "none: the window is as long as the sequence.",
     ),
     "generate": Table(
         {f"{batch} of {tokens:,} tokens": f"{batch}x{tokens}"
@@ -145,7 +163,7 @@ TABLES = {
          "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"},
         {f"{tokens:,} tokens, {label}":
              f"selection/{{row}}/{tokens}/{passed}/sdpa / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
-         for tokens in (8192, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
+         for tokens in (8192, 16_384, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
         "", "speed over dense attention's (SDPA)", "not run",
         "Attention of the layer alone in its paper's sizes, its choice included, with random inputs.",
     ),

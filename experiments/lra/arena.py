@@ -46,7 +46,9 @@ class Row:
             return [(config, place)]
         first = place.with_name(f"{place.name}-hidden")
         hidden = HIDDEN[TASKS[config.task].side is not None]
-        before = replace(config, objective="denoise", hidden=hidden, minutes=self.pretraining, auxiliary=0.0)
+        before = replace(
+            config, objective="denoise", hidden=hidden, minutes=self.pretraining, auxiliary=0.0, cutmix=0.0
+        )
         return [(before, first), (replace(config, initial=str(first)), place)]
 
 
@@ -70,9 +72,10 @@ def rows_of(
 
 
 def train_all(rows: Sequence[Row], seeds: Sequence[int], sessions: Mapping[str, Session], until: float) -> bool:
-    """until: the time.monotonic() at which the sessions pause. A run that a whole session of this length would hold is
-    not
-        begun in the rest of one, because its checkpoint is larger than its result.
+    """Whether all runs are complete.
+
+    until: the time.monotonic() at which the sessions pause. A run that a whole session of this length would hold is not
+    begun in the rest of one, because its checkpoint is larger than its result.
     """
     whole = until - time.monotonic()
     before, beside = None, 0.0

@@ -176,8 +176,13 @@ class Config(RunSettings):
                     raise ValueError(f"{name}={getattr(self, name)} is for images; the task is {self.task}")
         if not 0 <= self.cutmix <= 1:
             raise ValueError(f"cutmix must be at least 0 and at most 1; got {self.cutmix}")
-        if self.encoding == "brightness" and self.objective == "denoise":
-            raise ValueError("encoding must be tokens if objective=denoise: a hidden pixel has no brightness")
+        if self.encoding == "brightness" and (self.objective == "denoise" or self.shape.first):
+            raise ValueError(
+                "encoding must be tokens if objective=denoise or pool=cls: hidden pixels and [CLS] have no brightness; "
+                f"got objective={self.objective}, pool={self.pool}"
+            )
+        if self.cutmix and self.context_parallel > 1:
+            raise ValueError("cutmix must be 0 if context_parallel is above 1: each process draws squares of its own")
         if self.cutmix and (
             self.objective == "denoise" or self.background == "drop" or self.auxiliary or self.shape.first
         ):

@@ -57,6 +57,8 @@ class Cubes(NamedTuple):
 
 def reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """The rows `[B, H, N, D]` in another order. Its gradient is gathered, too, by the inverse order."""
+    if torch.compiler.is_compiling():  # Dynamo warns of functions with gradients of their own in PyTorch 2.11
+        return x.index_select(2, order)
     found: Tensor = _Reordered.apply(x, order, inverse)  # type: ignore[no-untyped-call]
     return found
 

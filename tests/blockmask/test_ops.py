@@ -163,6 +163,16 @@ def test_a_difference_keeps_the_lengths_of_the_left_and_honours_those_of_the_rig
         assert_is(result, left.to_dense() & ~b.with_lengths(shorter).to_dense())
 
 
+@EACH
+def test_one_length_serves_a_batch(name):
+    of_masks, of_dense = BINARY[name]
+    batch = masks.per_batch([masks.local(100, window=n, block=32) for n in (3, 7)])
+    one, other = (masks.causal(100, block=32).with_lengths(torch.tensor([stop])) for stop in (50, 40))
+    padded = batch.with_lengths(torch.tensor([60, 60]))
+    for a, b in ((one, batch), (batch, one), (one, padded), (padded, one), (one, other)):
+        assert_is(of_masks(a, b), of_dense(a.to_dense(), b.to_dense()))
+
+
 def test_lengths_of_no_sequence_cannot_be_baked():
     with pytest.raises(ValueError, match="lengths must have at least one sequence to be written into the tiles; got"):
         masks.causal(64, block=16).with_lengths(torch.zeros(0, dtype=torch.int64)).bake_lengths()
@@ -215,7 +225,9 @@ def test_batch_sizes_that_differ_are_refused_where_lengths_give_them(name):
 def test_per_head_puts_heads_side_by_side(group):
     batch = max(mask.shape[0] for mask in group)
     expected = torch.cat([mask.to_dense().expand(batch, -1, -1, -1) for mask in group], dim=1)
-    assert_is(masks.per_head(group), expected)
+    result = masks.per_head(group)
+    assert_is(result, expected)
+    assert (result.block_q, result.block_k) == (min(m.block_q for m in group), min(m.block_k for m in group))
 
 
 @given(mask_groups(3))

@@ -28,7 +28,7 @@ _NOTHING = ("objective", "hidden", "initial")
 # The behaviour of older runs, from before the setting existed.
 BEFORE = {
     "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
-    "auxiliary": 0.0, "keep": "last", "convolution": 0, "label_smoothing": 0.0,
+    "auxiliary": 0.0, "keep": "last", "convolution": 0, "label_smoothing": 0.0, "cutmix": 0.0, "encoding": "tokens",
 }  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def helps(config: dict[str, Any]) -> str:
         f"turned ({config['augment']})": config["augment"] not in ("none", "crops"),
         "mirrored and moved": config["augment"] == "crops",
         "squares of other images": config.get("cutmix", 0) > 0,
-        "brightness as a number": config.get("encoding", "tokens") == "brightness",
+        "brightness as a number": config.get("encoding") == "brightness",
         f"{labels_of(task)} in training": config["auxiliary"] > 0,  # for initial weights see `described`
         f"convolutions of {area}": window > 0,
         "smoothed labels": config.get("label_smoothing", 0) > 0,
@@ -242,4 +242,4 @@ def name_of(origin: str) -> str:
 def stage(run: dict[str, Any]) -> str:
     """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
-    return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("token_labels") else "")
+    return f"{run['objective']} {steps:,}" + (", labels of tokens" if run.get("token_labels") else "")

@@ -81,8 +81,16 @@ def test_brightness_is_a_line():
         ({"task": "text", "encoding": "brightness"}, "encoding=brightness is for images; the task is text"),
         ({"task": "image", "encoding": "colour"}, "encoding must be one of tokens, brightness; got 'colour'"),
         (
-            {"task": "image", "encoding": "brightness", "objective": "denoise"},
-            "encoding must be tokens if objective=denoise: a hidden pixel has no brightness",
+            {"task": "image", "encoding": "brightness", "objective": "denoise", "pool": "mean"},
+            "encoding must be tokens if objective=denoise or pool=cls: .*; got objective=denoise, pool=mean",
+        ),
+        (
+            {"task": "image", "encoding": "brightness", "pool": "cls"},
+            r"hidden pixels and \[CLS\] have no brightness; got objective=classify, pool=cls",
+        ),
+        (
+            {"task": "image", "cutmix": 0.5, "pool": "mean", "context_parallel": 2},
+            "cutmix must be 0 if context_parallel is above 1: each process draws squares of its own",
         ),
         ({"task": "image", "cutmix": 0.5}, "cutmix needs whole images and answers alone: .*pool=cls"),
         (

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from experiments.training.layers.depthwise import depthwise, launched, weight_gradient
+from experiments.training.layers.depthwise import depthwise, weight_gradient
+from experiments.training.layers.depthwise_kernel import launched
 
 CASES = [(2, 40, 5, 3, None), (3, 17, 8, 7, None), (2, 36, 4, 3, 6), (1, 64, 6, 5, 8)]
 
@@ -44,6 +45,8 @@ def test_the_kernel_sums_the_gradient_of_weights(case):
     torch.testing.assert_close(launched(gradient, x, len(weight), case[4] or 0), want, atol=1e-3, rtol=1e-4)
 
 
+# PyTorch 2.11's compiler makes an instance of every autograd function, and warns of it.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", [(64, 2048, 192, 7, None), (16, 1024, 256, 3, 32)])
@@ -58,6 +61,4 @@ def test_a_compiled_convolution_on_a_gpu(case, dtype):
     plain = torch.autograd.grad(reference(x, weight, *case[3:]), (x, weight), gradient)
     for mine, theirs, right in zip(got, plain, want, strict=True):
         off, allowed = ((each.double() - right).abs().max().item() for each in (mine, theirs))
-        assert off <= 2 * allowed + 1e-6 * right.abs().max().item() + (0.02 * right.abs().max().item()) * (
-            dtype == torch.bfloat16
-        )
+        assert off <= 2 * allowed + max(1e-6, torch.finfo(dtype).eps) * right.abs().max().item()
