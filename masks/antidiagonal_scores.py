@@ -87,7 +87,7 @@ def antidiagonal_scores(
         with torch.autocast(q.device.type, enabled=False):
             s = (grouped @ keys.mT).to(dtype).view(batch, heads, len(last), -1) * factor
         dead = no_key | (first_k > last[:, None]) if causal else no_key
-        p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)
+        p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)  # NaN where the group sees nothing
         p = p.masked_fill_(none, 0.0).unflatten(3, (-1, block_k // stride)).sum(4)
         count = (~none).unflatten(-2, (-1, in_block)).sum(-2).clamp(min=1)  # groups in a block: [.., blocks, 1]
         found.append(p.unflatten(2, (-1, in_block)).sum(3) / count)

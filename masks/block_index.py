@@ -75,7 +75,7 @@ def mask_of_queries(
         kind = torch.where(col == cols - 1, k_len % block_k, 0)
     room = batch * heads * q_len * min(choices, cols)
     words = _first_keys(block_k, rows, device)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # Dynamo cannot guard the sizes of a kept tensor on q's
         pattern = torch.arange(batch * heads, dtype=torch.int32, device=device).view(batch, heads)
     else:
         pattern = pattern_of(batch, heads, 1, device)

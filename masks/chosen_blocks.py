@@ -168,7 +168,7 @@ def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: in
 
 def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
     """The columns of each row, forced ones first, then by score; their scores, or -inf; and which may be kept."""
-    scored = of.open & (scores > -torch.inf)
+    scored = of.open & (scores > -torch.inf)  # False for NaN
     # Finite, so that no score is as high as a forced block, and the softmax has no inf - inf.
     clean = torch.where(scored, scores.clamp(max=torch.finfo(scores.dtype).max), -torch.inf)
     order = clean.masked_fill(of.forced, torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -177,7 +177,7 @@ def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
 
 def _holding(clean: Tensor, order: Tensor, mass: float) -> Tensor:
     """Whether each block of the order is needed to hold the share, bool like the order."""
-    if mass == 1.0:
+    if mass == 1.0:  # including blocks of weight 0
         return torch.ones_like(order, dtype=torch.bool)
     weights = torch.softmax(clean, -1, dtype=torch.promote_types(clean.dtype, torch.float32))
     # NaN: no block of the row may be chosen by its score.

@@ -224,7 +224,7 @@ def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int
 
 def _without_repetitions(indices: Tensor) -> Tensor:
     """The indices of each query in ascending order, with -1 in place of repetitions."""
-    if not indices.dtype.is_signed:
+    if not indices.dtype.is_signed:  # it has no -1
         indices = indices.to(torch.int64)
     indices = indices.sort(-1).values
     again = torch.nn.functional.pad(indices[..., 1:] == indices[..., :-1], (1, 0))

@@ -134,7 +134,7 @@ def attention(
     place = found = None
     try:
         kernels = KERNELS.get(backend)
-    except TypeError:
+    except TypeError:  # it cannot be hashed; `chosen_backend` refuses it
         kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)

@@ -208,7 +208,7 @@ def _prepared(changes: Scores, q: Tensor, room: int) -> Scores | None:
     for change in changes.prepared(Sizes(q.shape[0], q.shape[1], q.shape[2], room, q.device)).changes:
         if change.kind not in CHANGES:
             _refuse_change(change.kind)
-        if isinstance(change, Codes):
+        if isinstance(change, Codes):  # code d + Nq - 1 is of the distance d
             by_distance = change.buckets[max(q.shape[2] - 1, 0) :]
             change = replace(
                 change, buckets=by_distance, q_codes=change.k_codes, k_codes=change.k_codes, until=change.until[:0]

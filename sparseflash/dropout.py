@@ -78,7 +78,7 @@ def seed_tensor(seed: SupportsIndex | Tensor | None, device: torch.device) -> Te
                 f"got {seed.dtype}, shape {list(seed.shape)}, on {seed.device}."
             )
         if not torch.compiler.is_compiling() and seed.is_inference() and not torch.is_inference_mode_enabled():
-            seed = seed.clone()
+            seed = seed.clone()  # an inference tensor cannot be saved for the backward
         return seed if seed.ndim < 2 else seed.view(1)
     if isinstance(seed, bool) or not isinstance(seed, int | SupportsIndex):
         raise TypeError(f"seed must be an int, a tensor or None; got {type(seed).__name__}.")

@@ -56,6 +56,7 @@ def selected_attention(
         index: integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions. A number of no
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
+        scale, return_lse, backend: as for `attention`.
         dropout_p, seed: as for `attention`; other weights are dropped than by `attention` with the same seed.
         scores: score modifications, but tile_bias, and a key_bias only if the heads of a group share it. Its
             positions are places in q and k, also with `cu_seqlens`.

@@ -32,6 +32,6 @@ def serves(x: Tensor, row_blocks: int, in_row: int, *, longest: int = LONGEST_RO
         and in_row <= longest
         and x.numel() < 2**31
         and row_blocks * in_row * x.shape[0] * x.shape[1] < 2**31
-        and type(x) is Tensor
+        and type(x) is Tensor  # neither a fake tensor nor one that is being traced
         and runs_kernels(x.device)
     )

@@ -26,7 +26,7 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     mass: None for the `most` best of each row, otherwise the share that the kept blocks must hold.
     """
     if mass == 1.0:
-        mass = None
+        mass = None  # then up to `most` blocks are kept, including those of weight 0
     scores = scores.contiguous()
     device, (rows, cols) = scores.device, of.open.shape
     lists = scores.numel() // cols

@@ -64,7 +64,7 @@ def _most_rows(q: Tensor) -> int:
 
 def fits(q: Tensor, of: Columns) -> bool:
     """Whether a GPU's shared memory holds the queries and the keys of a tile."""
-    size = 6 if q.dtype == torch.float32 else q.element_size()
+    size = 6 if q.dtype == torch.float32 else q.element_size()  # full fp32 is three pieces of two bytes
     tokens = max(of.rows, _most_rows(q)) + columns_of_a_tile(q, of)
     needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
     return needed <= architecture_of(capability_of(q.device)).shared_memory

@@ -42,7 +42,7 @@ class ReadyEvent:
             return
         number = _number_of_stream(self._device.index)
         if is_capturing(self._device):
-            if not self._captured:
+            if not self._captured:  # tensors made by the graph lie in its own memory pool
                 graph_memory.keep_for_graph(number, self._tensors)
             return  # a graph cannot wait for work outside it; ordering its replays is up to the user
         if number in self._streams or self._captured:

@@ -57,7 +57,7 @@ def on_one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling() or torch.get_num_threads() == 1:
+        if torch.compiler.is_compiling() or torch.get_num_threads() == 1:  # torch.compile traces no ctypes
             return function(*args, **kwargs)
         with one_thread():
             return function(*args, **kwargs)

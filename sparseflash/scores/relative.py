@@ -111,7 +111,7 @@ class Relative(Change, prepared=False):
         offsets = (k_len - 1) - torch.arange(max(0, q_len + k_len - 1), device=device) - (k_len - q_len)
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         is_even = True
-        if self.sums is not None:
+        if self.sums is not None:  # scores between sequences are dead: any bucket will do for them
             places = Packed(*self.sums)
             is_even = places.is_even
             if not is_even:

@@ -57,7 +57,7 @@ class Variant:
         self._function = 0
         self._hooks: Any = None  # Triton's launch hooks, for profilers; only Triton's launcher calls them
         self.index = device.index
-        self.compiling: Future[None] | None = None
+        self.compiling: Future[None] | None = None  # set while another thread compiles the kernel
         self._prepared = False
         self._first: list[Any] | None = None  # see `check_alike`
 

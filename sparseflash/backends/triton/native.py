@@ -50,7 +50,7 @@ def served_by() -> str:
 
 def _load() -> tuple[Any, str]:
     global _found
-    with _lock:
+    with _lock:  # one thread compiles
         if _found is None:
             try:
                 _found = compiled(), ""

@@ -99,7 +99,7 @@ class PreparedCall:
         if (follows or any(wanted)) and self.decision(q, v, changes, wanted, backward=True)[1].family is not None:
             out = empty_out(like(q), like(v))
             compile_side_by_side(launches, fewest=1)
-            with suppress(ValueError):
+            with suppress(ValueError):  # the backward raises when it is called
                 self.backward_pass(q, k, v, out, out, dlse=False, changes=changes, wanted=wanted)
         else:
             compile_side_by_side(launches)
@@ -219,7 +219,7 @@ def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, saved: Saved
 ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
     """Copies incoming gradients and saved tensors where kernels cannot read their layout."""
-    if dout.stride(-1) != 1:
+    if dout.stride(-1) != 1:  # sum() sends back one number, expanded
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
     out, lse, kept = aligned_start(saved.out), aligned_start(saved.lse.contiguous()), saved.kept

@@ -164,7 +164,7 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
     Synchronises with the device only if the sizes allow more.
     """
     tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
-    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)
+    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # equal rows share a list
     if pattern.numel() * most <= MOST_ENTRIES_LISTED:
         return
     columns = -(-k_len // lists.tiling.held)

@@ -1,4 +1,5 @@
 """The base class of the forward's and the backward's layout: prepares q, k, v and dout in the form that kernels read.
+
 In full fp32 either whole tensors are split into pieces first, or each tile is split where it is multiplied; see
 `fp32_split.py`.
 """
