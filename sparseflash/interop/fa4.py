@@ -100,6 +100,7 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
     True
 
     Args:
+        tensors: the forward's lists.
         q_len, k_len: tokens.
         mask_mod: `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, gives the live scores of
             partial blocks. For tensors from `to_fa4` it is `sparseflash.interop.lookup.mask_mod(lookup,

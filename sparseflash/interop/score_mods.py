@@ -41,6 +41,7 @@ def from_score_mod(
     ('function',)
 
     Args:
+        score_mod: a function of scalar tensors.
         q_len, k_len: the lengths of the attention; k_len is q_len by default. The result is valid for these lengths
             only.
         device: of the tensors that the function reads.

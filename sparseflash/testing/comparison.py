@@ -69,6 +69,8 @@ def compare_results(
     out   2.50e-01  5.00e-01    0.50
 
     Args:
+        got: the results, by name.
+        truth: the true results, of the same names.
         plain: results of the same computation done plainly in the same dtype, or their largest errors over several
             draws.
         magnitudes: for results that are small sums of large numbers, the size of the summands (for lse,
