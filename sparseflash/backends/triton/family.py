@@ -65,7 +65,7 @@ class Request(NamedTuple):
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
-    # For a backward of Hopper in small blocks: the share of live tiles of 128 x 128 that the live blocks take.
+    # For a backward of Hopper in blocks of 32 and 64: the share of live tiles of 128 x 128 that the live blocks take.
     filled: float = 0.0
 
     @property
@@ -79,7 +79,7 @@ class Request(NamedTuple):
     ) -> Request:  # fmt: skip
         plan, (block_q, block_k) = setting.plan, setting.block
         tokens, filled = plan.lists.tokens, 0.0
-        if backward and min(block_q, block_k) < 128 and architecture_of(setting.capability).has_wgmma:
+        if backward and 32 <= min(block_q, block_k) < 128 and architecture_of(setting.capability).has_wgmma:
             filled = plan.filled(setting.block, (128, 128))
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,

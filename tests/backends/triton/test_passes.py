@@ -2,6 +2,8 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash import attention, masks, scores
@@ -161,6 +163,15 @@ def test_examples_have_the_layout_of_what_the_kernels_read():
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))
             setting = setting_of(q, k, Problem.of(None, scale=1.0), (9, 0))
             layout = pass_layout.Layout(setting, q, k, v, 1.0, 0, None)
-            for example, read in zip(layout.examples(q, k, v), layout.operands(q, k, v), strict=True):
-                assert (example.shape, example.stride(), example.dtype) == (read.shape, read.stride(), read.dtype)
-                assert example.is_meta
+            for made, read in zip(layout.examples(q, k, v), layout.operands(q, k, v), strict=True):
+                assert (made.shape, made.stride(), made.dtype) == (read.shape, read.stride(), read.dtype)
+                assert made.is_meta
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9))
+@example(1, 2, 1)
+def test_kernels_find_both_kept_numbers_at_addresses_that_16_divides(batch, heads, rows):
+    """They are compiled for such addresses, once for all sizes."""
+    kept = pass_layout.empty_kept(torch.empty(batch, heads, rows, 16))
+    assert kept.shape == (2, batch, heads, rows)
+    assert all(half.is_contiguous() and half.data_ptr() % 16 == 0 for half in kept.unbind())
