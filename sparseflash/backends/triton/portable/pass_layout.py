@@ -72,10 +72,11 @@ class Layout:
 
 
 def empty_kept(q: Tensor) -> Tensor:
-    """An uninitialised tensor `[2, B, Hq, Nq]` for maxima and inverse sums of rows; in half precision an empty one."""
+    """An uninitialised tensor `[2, N]` for maxima and inverse sums of rows, N >= B * Hq * Nq; in half precision an
+    empty one.
+    """
     if q.dtype != torch.float32:
         return q.new_empty((0,))
-    batch, heads, rows, _ = q.shape
     # Both halves begin at addresses that 16 divides, whatever the sizes: kernels are compiled for such addresses.
-    half = -(-batch * heads * rows // 4) * 4
-    return q.new_empty_strided((2, batch, heads, rows), (half, heads * rows, rows, 1))
+    batch, heads, rows, _ = q.shape
+    return q.new_empty((2, -(-batch * heads * rows // 4) * 4))
