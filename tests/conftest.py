@@ -71,6 +71,13 @@ def pytest_sessionfinish():
     gc.unfreeze()  # otherwise Triton's bindings complain of leaks at exit
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    import torch
+
+    torch.manual_seed(0)  # otherwise what a test draws depends on the tests that its worker ran before
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     from tests.processes.frame_stack import in_one_piece
