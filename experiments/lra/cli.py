@@ -18,23 +18,26 @@ from experiments.lra.find_data import DATA, find_data, generated
 from experiments.lra.presets import PRESETS
 from experiments.lra.report import print_evaluated, print_result, print_summary, print_table
 from experiments.lra.session import Session
+from experiments.lra.shipped import shipped
 from experiments.lra.table import run as table
 from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
-from experiments.lra.tasks import load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
 from experiments.lra.weights import store
+from experiments.measurements import add_seed, current_run
 from experiments.training import series, tensor_files, tensorboard
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, process_group, require_single_process
 from experiments.training.environment import command_line
 from experiments.training.options import (
+    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
+    Record,
     Resume,
     TensorBoard,
     command_group,
@@ -155,8 +158,12 @@ app.command("record")(rows_cli.record_command)
 def test_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     data: Annotated[
-        Path, typer.Option(help="Folder with the task's files, released or generated; the test split is used.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Folder with the task's files, released or generated; the test split is used.",
+            show_default=f"for ListOps: generated as needed, below {DATA}",
+        ),
+    ] = None,
     difficulty: Annotated[str | None, typer.Option(help=HELP["difficulty"], show_default="the run's")] = None,
     split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
     mask: Annotated[
@@ -171,6 +178,7 @@ def test_command(
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write.", show_default="<run>/tests/<name of the data>.json")
     ] = None,
+    record: Record = None,
 ) -> None:
     """Test a finished run again: on more examples, on paths of other lengths, by subset.
 
@@ -185,12 +193,15 @@ def test_command(
         chosen = {name: value for name, value in chosen.items() if value is not None}
         check_used(config, chosen, masks=(config.mask,), given_data=True)
         config = replace(config, **chosen)
-        found_data = load(config.task, data, config.data)
+        found_data = find_data(config, data, console)
         with counting_bar(console, "Testing", min(examples or len(found_data.test), len(found_data.test))) as progress:
             found = evaluate.evaluate(weights, model, config, about, found_data, first=examples, progress=progress)
         path = out or tensor_files.folder_of(weights) / "tests" / f"{found_data.folder.stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
+        if record is not None:
+            command = command_line("experiments.lra", without=(*LOCAL, "--data"))
+            add_seed(record, current_run(place, command, seed=config.seed), [evaluate.measurement(found)])
     print_evaluated(console, found, path)
 
 
@@ -199,12 +210,26 @@ def store_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     out: Annotated[Path, typer.Option(help="Folder for the file.")],
     bits: Annotated[int, typer.Option(help="16: half precision; 8: matrices in whole numbers, a scale a row.")] = 16,
+    figure: Annotated[
+        str | None,
+        typer.Option(help="Name of the run's stored accuracy, for the file to say.", show_default="none"),
+    ] = None,
 ) -> None:
     """Write a run's weights in half precision or in 8 bits, to be kept beside its accuracy; `test` reads them."""
     with short_errors():
         require_single_process("store")
-        path = store(weights, out, bits)
+        path = store(weights, out, bits, figure)
     console.print(f"{path}: {path.stat().st_size:,} bytes", soft_wrap=True)
+
+
+@app.command("models")
+def models_command() -> None:
+    """List the models in experiments/weights: the accuracy of each run, and the command that tests its weights."""
+    with short_errors():
+        for each in shipped():
+            console.print(f"{each.task}, {each.bytes:,} bytes, {each.accuracy:.2f} %: {each.figure}", soft_wrap=True)
+            console.print(f"    {each.command}", markup=False, highlight=False, soft_wrap=True)
+        console.print("Models for Path-X and Path-256 are beside them: python -m experiments.pathx evaluate MODEL")
 
 
 @app.command("generate")

@@ -25,6 +25,7 @@ from experiments.lra.model.classifier import Classifier
 from experiments.lra.model.masks import NAMES
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Data, Kinds
+from experiments.measurements import Measurement, slug
 from experiments.training import tensor_files
 from experiments.training.environment import command_line, device_name, versions
 from experiments.training.fingerprint import check_disjoint, sha256
@@ -96,9 +97,11 @@ def evaluate(
         "objective": config.objective,
         "token_labels": about["cost"].get("token_labels", False),
         "test_examples": len(right),
+        "of_examples": len(data.test),
         "test_accuracy": accuracy,
         "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # the standard error
         "accuracy_of_run": about.get("test_accuracy"),  # on the run's own test split
+        "figure": about.get("figure"),
         "test_loss": loss,
         "baselines": [asdict(rule) for rule in baselines(data)],
         "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
@@ -109,6 +112,23 @@ def evaluate(
         "device": device_name(device),
         "versions": versions(),
     }
+
+
+def measurement(found: dict[str, Any]) -> Measurement:
+    """A test as a measurement, named after the stored accuracy of the run; its spread is its standard error."""
+    figure = found["figure"] or f"lra/{found['task']}/accuracy/{slug(found['mask'])}"
+    settings = {
+        "examples": found["test_examples"],
+        "of": found["of_examples"],
+        "spread": "standard error of one test",
+        "accuracy_of_run": found["accuracy_of_run"] and 100 * found["accuracy_of_run"],
+        "figure": found["figure"],
+        "weights": found["weights"],
+        "data": found["data"]["origin"],
+    }
+    accuracy = found["test_accuracy"]
+    spread = found["error"] / accuracy if accuracy else None
+    return Measurement(figure.replace("/accuracy/", "/tested-again/"), 100 * accuracy, spread, "%", settings)
 
 
 @torch.inference_mode()

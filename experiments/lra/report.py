@@ -63,6 +63,8 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
         console.print(table)
     if found["accuracy_of_run"] is not None:
         console.print(f"The run itself, on its own test split: {found['accuracy_of_run']:.3f}")
+    if found["figure"] is not None:
+        console.print(f"Its stored figure: {found['figure']}", soft_wrap=True)
     if found["trained_on"] is None:
         console.print("[yellow]Its file does not say what it was trained on:[/yellow] see that it was nothing of this.")
     console.print(f"Written to {path}", soft_wrap=True)

@@ -61,6 +61,7 @@ from experiments.training.session import pausing, train_shown
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathx")
 RESULTS = Path("experiments/results/pathx")
+WEIGHTS = Path("experiments/weights")
 
 app = command_group("LRA-parameter generated Path-X and Path-256 with block-sparse attention.")
 console = Console()
@@ -318,7 +319,7 @@ def table_command(
 ) -> None:
     """The table of results, beside published systems."""
     with short_errors():
-        text = tables.markdown(tables.rows(folders or [RESULTS, RUNS]))
+        text = tables.markdown(tables.rows(folders or [RESULTS, WEIGHTS, RUNS]))
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     say(text)
@@ -330,7 +331,7 @@ def plot_command(
 ) -> None:
     """Plot accuracy over images seen, of every stored run on Path-X from class labels: transformers and the U-Net."""
     with short_errors():
-        found = images_plot.curves(RESULTS)
+        found = images_plot.curves(RESULTS, WEIGHTS)
         images_plot.plot(found, out)
     for each in found:
         tested = "-" if each.tested is None else f"{100 * each.tested:.2f} %"

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from experiments.lra.shipped import shipped
 from experiments.lra.table.accuracy import BEFORE, helps
 from experiments.lra.table.report import markdown
 from experiments.measurements import Measurement, read
@@ -50,7 +51,10 @@ def rendered(folder: Path) -> str:
     by_task = {task: sorted((each for each in found if task_of(each) == task), key=place) for task in TASKS}
     if path_x:
         by_task["pathfinder128"] = path_x  # in the file's order: the headline first
-    return TEXT + markdown(best(by_task)) + "\n" + LIMITS + markdown(every(by_task)) + "\n"
+    weights = {
+        each.figure: f"[weights](../../weights/{each.folder.name})" for each in shipped(folder.parents[1] / "weights")
+    }
+    return TEXT + markdown(best(by_task)) + "\n" + LIMITS + markdown(every(by_task, weights)) + "\n"
 
 
 def configs_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -129,16 +133,16 @@ def mega(task: str) -> float:
     return MEGA.get(task, MEGA["retrieval"])
 
 
-def every(by_task: dict[str, list[Measurement]]) -> list[list[str]]:
-    """Of the older runs only those of a task's best setting."""
+def every(by_task: dict[str, list[Measurement]], weights: Mapping[str, str]) -> list[list[str]]:
+    """Of the older runs only those of a task's best setting. weights: links to shipped ones, by the figure's name."""
     lines = [[
         "task", "setting", "mask", "right answers", "of each seed", "validation", "minutes", "steps", "parameters",
-        "positions", "helps", "learned before", "commit",
+        "positions", "helps", "learned before", "commit", "weights",
     ]]  # fmt: skip
     for task, found in by_task.items():
         top = next((setting(each) for each in found if is_sparse(each)), None)
         shown = [each for each in found if "run" not in each.settings or setting(each) == top]
-        lines += [[NAMES.get(task, task), *line(each)] for each in shown]
+        lines += [[NAMES.get(task, task), *line(each), weights.get(each.name, "-")] for each in shown]
     return lines
 
 

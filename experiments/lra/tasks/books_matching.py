@@ -18,6 +18,7 @@ from experiments.training import books
 
 TASK = Task("books-matching", 258, 2, towers=2, longest=4000)
 
+ADVICE = f"{books.ADVICE}; the stored figures are of 504 works of Project Gutenberg (www.gutenberg.org) by 127 authors"
 PAIRS = {"train": 100_000, "val": 5_000, "test": 10_000}
 KINDS = ("same book", "another book by the author", "another author")
 EDGE = 0.05  # of a book at either end has no passages: title pages, tables of contents, advertisements

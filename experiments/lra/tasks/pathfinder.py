@@ -41,6 +41,14 @@ _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
 
 
+def advice(task: Task) -> str:
+    return (
+        f"write {task.name} with `python -m experiments.pathfinder generate --size {task.side} --contour 14` and pass "
+        "its folder data/pathfinder, or the unpacked Long Range Arena release (linked from "
+        "google-research/long-range-arena)"
+    )
+
+
 def load(task: Task, folder: Path, options: Options) -> Data:
     """Four fifths for training, a tenth each for validation and testing.
 
