@@ -1,5 +1,4 @@
-"""The command line: options only. session.py, evaluate.py, generator.py, demo.py and table/ implement the commands;
-rows_cli.py has those of the arena's rows."""
+"""The command line: options only."""
 
 from __future__ import annotations
 
@@ -56,7 +55,6 @@ console = Console()
 
 
 def count_option(name: str) -> Any:
-    """An option of `generate`, with the help text of the same setting of `train`."""
     return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
 
 
@@ -182,8 +180,8 @@ def test_command(
 ) -> None:
     """Test a finished run again: on more examples, on paths of other lengths, by subset.
 
-    Generated Pathfinder images are grouped by the distance of their markers, ListOps by the root operator, beside the
-    baselines. Another split of the training data is refused.
+    By the distance of the markers in generated Pathfinder, by root operator in ListOps, beside the baselines. Another
+    split of the training data is refused.
     """
     with short_errors():
         require_single_process("test")
@@ -296,10 +294,10 @@ def table_command(
     ] = "cuda",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """The paper's table: accuracies of finished runs, and training speed beside standard attention.
+    """The paper's table: accuracies of finished runs, and training speed beside standard attention at the shapes of
+    five tasks.
 
-    Times the training step of one model at the shape of each of the five tasks, with standard attention, PyTorch's
-    attention and sparseflash, in turns. Variants that differ from fp64 are not timed.
+    Variants that differ from fp64 are not timed.
     """
     with short_errors():
         require_single_process("table")
@@ -319,7 +317,6 @@ def table_command(
 
 
 def default_name(config: Config, *, series: bool = False) -> str:
-    """The folder name of a run (task, mask and seed), or of a series of runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     other = "" if config.attention == "sparseflash" else f"{config.attention}-"
     other += "" if config.objective == "classify" else f"{config.objective}-"

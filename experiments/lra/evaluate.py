@@ -1,4 +1,4 @@
-"""Tests a finished run on its own or other data, and reports accuracies by subset."""
+"""Tests a finished run, and reports accuracies by subset."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
     """The classifier of a finished run, its settings, and the description in its file.
 
     path: the run's folder, or its model.safetensors.
-    mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run.
+    The mask is required if it is a function, because the file then names code to run.
     """
     found, about = weights.read(path)
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
@@ -76,7 +76,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
-    path, model, config, about: from `opened`.
     first: test this many examples, the first ones; None: all.
     progress: called with the number of tested examples.
 
@@ -152,7 +151,6 @@ def answers(
 
 
 def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
-    """Accuracies by group, with the rules' accuracies, for groups with examples."""
     groups = []
     for number, name in enumerate(kinds.names):
         chosen = right[torch.from_numpy(kinds.of_test[: len(right)] == number)]

@@ -1,4 +1,4 @@
-"""The tested weights of a run, in files below 15 MiB, and their use as initial weights."""
+"""The tested weights of a run, in files below 15 MiB."""
 
 from __future__ import annotations
 

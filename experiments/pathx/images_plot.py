@@ -1,7 +1,7 @@
 """Accuracy on Path-X over the images that a model has seen, every stored run from class labels.
 
-Lines are accuracies on held-out images while the last stage trains; dots are final accuracies on 20,000 test images.
-Images of shorter paths and smaller sizes count, because the models learned from them.
+Lines: held-out images while the last stage trains; dots: 20,000 test images. Images of shorter paths and smaller sizes
+count, because the models learned from them.
 """
 
 from __future__ import annotations

@@ -92,7 +92,6 @@ def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcu
 
 
 def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
-    """Ours, one row for each model and background; small 2-D CNNs; published results."""
     ours = []
     for folder in folders:
         for name, note in found_below(folder):

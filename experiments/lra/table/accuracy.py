@@ -69,8 +69,6 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its metrics, their file, and the accuracies of its log."""
-
     path: Path
     metrics: dict[str, Any]
     validation: float | None
@@ -168,12 +166,10 @@ def name_of_task(config: dict[str, Any]) -> str:
 
 
 def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
-    """The steps of the tested weights, if validation selected them."""
     return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
 
 
 def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
-    """A run's accuracies in validation, and in training over the last log lines."""
     records = read(log)
     with reading(log, "the log of a run with its accuracies"):
         validations = [float(record["accuracy"]) for record in records if record["kind"] == "val"]
@@ -235,11 +231,9 @@ def described(initial: dict[str, Any] | None, origin: str = "") -> str:
 
 
 def name_of(origin: str) -> str:
-    """The name of the data without their seed."""
     return origin.split(",")[0]
 
 
 def stage(run: dict[str, Any]) -> str:
-    """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
     return f"{run['objective']} {steps:,}" + (", labels of tokens" if run.get("token_labels") else "")

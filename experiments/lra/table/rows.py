@@ -1,4 +1,4 @@
-"""The arena's table from the stored measurements alone: what there is, and what is missing."""
+"""The arena's table from the stored measurements: what there is, and what is missing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ and runs.jsonl.
 
 
 def rendered(folder: Path) -> str:
-    """The page of all accuracies in the files of a folder of measurements."""
     files = [path for path in sorted(folder.glob("*.jsonl")) if path.name != RUNS]
     found = [each for path in files for each in read(path)[1] if "/accuracy/" in each.name and each.value is not None]
     found = [with_settings(each, configs_of(folder / RUNS)) for each in found]
@@ -65,7 +64,6 @@ def rendered(folder: Path) -> str:
 
 
 def configs_of(path: Path) -> dict[str, dict[str, Any]]:
-    """The settings of the older runs, by name; the first line has what all share."""
     if not path.is_file():
         return {}
     shared, *runs = (json.loads(text) for text in path.read_text().splitlines())
@@ -93,7 +91,6 @@ def place(found: Measurement) -> tuple[bool, float]:
 
 
 def validation(found: Measurement) -> float | None:
-    """Of all seeds together."""
     value = found.settings.get("validation")
     return mean(value) if isinstance(value, list) else value
 

@@ -12,7 +12,7 @@ TASKS: dict[str, Task] = {name: module.TASK for name, module in _BY_NAME.items()
 
 
 def load(name: str, folder: Path, options: Options = Options()) -> Data:  # noqa: B008 - it is frozen
-    """Open a task's splits from a folder with the released or, for some tasks, generated files.
+    """Open a task's splits.
 
     The first call reads the files into `tokens/` beside them, for later runs to memory-map.
     """

@@ -1,7 +1,7 @@
-"""Books-matching: whether two passages of 4,000 bytes are of the same book. It has the form of the arena's retrieval,
-and is none of its tasks.
+"""Books-matching: whether two passages of 4,000 bytes are of the same book.
 
-The passages are drawn from archives of whole works. Training, validation and test have different authors.
+The passages are drawn from archives of whole works, in the form of the arena's retrieval. Training, validation and test
+have different authors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def placed(found: Sequence[books.Book]) -> tuple[dict[str, list[Span]], np.ndarr
 
 
 def drawn(spans: list[Span], symbols: np.ndarray, pairs: int, *, seed: int) -> tuple[Examples, np.ndarray]:
-    """Pairs of passages of these books, the same for equal books and seed, and the kind of each pair."""
     random = np.random.default_rng(seed)
     by_author: dict[str, list[Span]] = {}
     for span in spans:

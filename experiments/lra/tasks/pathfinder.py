@@ -1,7 +1,4 @@
-"""Pathfinder, Path-X and Path-256: whether two dots lie on one path, from the pixels in rows.
-
-The images come from the released folders (experiments/pathfinder/released.py), or from a file of `python -m
-experiments.pathfinder generate`.
+"""Pathfinder, Path-X and Path-256, from the released folders or a file of `python -m experiments.pathfinder generate`.
 """
 
 from __future__ import annotations
