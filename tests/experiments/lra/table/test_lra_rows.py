@@ -49,3 +49,10 @@ def test_the_best_setting_is_chosen_by_validation_and_what_is_missing_is_named(t
 def test_a_union_of_masks_stays_in_its_cell(tmp_path):
     stored(tmp_path, "text/accuracy/a", 80.0, "local(n, window=8) | butterfly(n)")
     assert "| local(n, window=8) \\| butterfly(n) | 80.0 |" in rendered(tmp_path)
+
+
+def test_a_test_of_stored_weights_stands_beside_the_figure_of_their_run(tmp_path):
+    of_run = {"accuracy_of_run": 81.35, "figure": "lra/text/accuracy/a/local", "examples": 500, "of": 2000}
+    stored(tmp_path, "text/tested-again/a", 80.0, "local", runs=[80.0], **of_run)
+    assert "| text | a | 81.3 | 80.0 ± 0.8 | 500 of 2,000 | - |" in rendered(tmp_path)
+    assert line(rendered(tmp_path), "text") == "| text | - | 0 | - | - | 90.4 | 3 seeds, dense |"
