@@ -44,8 +44,7 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
-    source = "generated data" if found["generated_data"] else "released data"
-    table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
+    table = Table(title=f"{found['task']} ({found['data']['origin']}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
     accuracy = f"{found['test_accuracy']:.3f} ± {found['error']:.3f}"
