@@ -19,6 +19,7 @@ MEGA = {"listops": 63.1, "text": 90.4, "retrieval": 91.3, "image": 90.4, "pathfi
 TASKS = ("listops", "text", "books-matching", "image", "pathfinder32", "pathfinder128")
 NAMES = {"pathfinder32": "Pathfinder-32", "pathfinder128": "Path-X", "listops": "ListOps"}
 WITHOUT = "no-attention"
+ALONE = "local-n-window-1"  # a model whose tokens see themselves alone
 PATHX = "pathx/path-x/accuracy/labels-alone/"  # of ../pathx
 RUNS = "runs.jsonl"
 DENSE = ("dense", "sdpa", "standard")
@@ -104,7 +105,7 @@ def validation(found: Measurement) -> float | None:
 
 
 def is_without(found: Measurement) -> bool:
-    return setting(found) == WITHOUT or found.way == "unet"
+    return setting(found) == WITHOUT or found.way in ("unet", ALONE)
 
 
 def setting(found: Measurement) -> str:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from experiments.lra import cli
 from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.shipped import FOLDER, shipped
+from experiments.lra.table.rows import NAMES, runs_of
 from experiments.measurements import read
 from experiments.pathfinder.generate import Settings as Images
 from experiments.pathfinder.generate import generate as generate_images
@@ -35,7 +36,7 @@ def test_a_model_names_its_stored_figure_and_the_tables_name_its_folder():
     assert MODELS.keys() == {"listops", "text", "image", "pathfinder32"}
     for each in MODELS.values():
         assert each.folder.name == each.task
-        assert stored[each.figure].value == pytest.approx(each.accuracy, rel=1e-9)
+        assert each.accuracy in map(pytest.approx, runs_of(stored[each.figure]))  # the seed that is shipped
         setting, way = each.figure.split("/")[3:]
         mask = str(stored[each.figure].settings.get("mask", way)).replace("|", "\\|")
         (line,) = (line for line in table.splitlines() if f"(../../weights/{each.task})" in line)
@@ -47,12 +48,11 @@ def measured(path):
     return read(path)[1] if path.read_text().startswith('{"run":') else []
 
 
-def test_a_model_is_the_best_of_its_task_in_the_table():
+def test_a_model_is_of_the_best_setting_of_its_task():
     lines = (RESULTS / "lra" / "table.md").read_text().splitlines()
-    names = {"listops": "ListOps", "pathfinder32": "Pathfinder-32"}
-    for task, model in MODELS.items():
-        best = next(line for line in lines if line.startswith(f"| {names.get(task, task)} |")).split(" | ")[1]
-        assert best == f"{model.accuracy:.1f}"
+    for task in MODELS:
+        of_task = [line for line in lines if line.startswith(f"| {NAMES.get(task, task)} |")]
+        assert f"(../../weights/{task})" in of_task[1]  # the first one is of the table of all tasks
 
 
 def test_the_command_lists_every_model():
