@@ -1,7 +1,4 @@
-"""`python -m experiments.benchmarks.compile`: compiles the kernels without a GPU and reports what they use.
-
-show: registers, spills and shared memory of chosen kernels. versions: the same under several versions of Triton.
-"""
+"""show: registers, spills and shared memory of chosen kernels. versions: the same under several versions of Triton."""
 
 from __future__ import annotations
 

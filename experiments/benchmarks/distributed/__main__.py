@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.distributed`: `measure` times a few ranks."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.huggingface`: the commands `models` and `generate`."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.patterns`: the pattern library as one page of pictures and one table of numbers."""
-
 from __future__ import annotations
 
 from dataclasses import replace

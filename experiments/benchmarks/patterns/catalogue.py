@@ -1,7 +1,7 @@
 """The patterns that the gallery draws and the table measures, with one entry each.
 
-To add a pattern, add an entry in `entries/`; `test_patterns_catalogue.py` compares its `live` with its builder, and
-fails if a public function of `sparseflash.masks` has no entry.
+`test_patterns_catalogue.py` compares each `live` with its builder, and fails if a public function of
+`sparseflash.masks` has no entry in `entries/`.
 """
 
 from __future__ import annotations

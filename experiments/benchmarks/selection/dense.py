@@ -45,7 +45,6 @@ def flex(inputs: Inputs, chosen: BlockMask | Tensor, span: int) -> Callable[[], 
 
 
 def _of_lists(index: Tensor, heads: int, tokens: int, span: int) -> Any:
-    """FlexAttention's mask of lists, with a table that says which blocks a query has chosen."""
     _, choices, rows, _ = index.shape
     blocks, tiles = -(-tokens // span), -(-tokens // 128)
     group = heads // choices

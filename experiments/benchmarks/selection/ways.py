@@ -1,5 +1,3 @@
-"""The calls of an idea at one length: its choice, its attention with the choice, and peers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.speed`: sparseflash beside its peers."""
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,5 +1,3 @@
-"""The cases, in groups that each answer one question."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

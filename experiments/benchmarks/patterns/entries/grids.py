@@ -1,5 +1,3 @@
-"""Patterns over images and videos, in several orders of the tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

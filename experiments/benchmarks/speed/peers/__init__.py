@@ -1,6 +1,6 @@
-"""The implementations that are measured, one file each. A peer is a function, and is listed in `PEERS` here.
+"""The implementations that are measured, one file each.
 
-It takes the case, its pattern and our inputs, and returns a `Runner`, or raises `Unavailable`. Other exceptions are
+A peer takes the case, its pattern and our inputs, and returns a `Runner`, or raises `Unavailable`. Other exceptions are
 reported as its failure.
 """
 

@@ -1,5 +1,3 @@
-"""PyTorch's scaled_dot_product_attention: dense and causal cases only."""
-
 from __future__ import annotations
 
 import torch
