@@ -1,4 +1,4 @@
-"""Pathfinder, Path-X and Path-256, from the released folders or a file of `python -m experiments.pathfinder generate`."""
+"""Pathfinder, Path-X, Path-256, from released folders or a file of `python -m experiments.pathfinder generate`."""
 
 from __future__ import annotations
 
