@@ -134,8 +134,18 @@ class KernelChoice(NamedTuple):
     chunks: int  # programs with only a part of a list; another kernel merges their partial results
 
 
-class ForwardPass(Protocol):
-    """A forward pass prepared for tensors of one layout."""
+class Pass(Protocol):
+    """A pass prepared for tensors of one layout."""
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How the kernels run, except for kernels that only prepare or merge."""
+
+
+class ForwardPass(Pass, Protocol):
+    """A forward pass."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
@@ -145,15 +155,9 @@ class ForwardPass(Protocol):
         A family that serves score modifications takes them as one more argument, `changes`.
         """
 
-    def launches(self) -> list[BoundLaunch]:
-        """All kernel launches of a call."""
 
-    def choices(self) -> list[KernelChoice]:
-        """How the kernels run, except for kernels that only prepare or merge."""
-
-
-class BackwardPass(Protocol):
-    """A backward pass prepared for tensors of one layout."""
+class BackwardPass(Pass, Protocol):
+    """A backward pass."""
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -161,12 +165,6 @@ class BackwardPass(Protocol):
         """A family that serves score modifications also has `with_learned`. It takes them as one more argument, and
         also returns the gradients of their tensors.
         """
-
-    def launches(self) -> list[BoundLaunch]:
-        """All kernel launches of a call."""
-
-    def choices(self) -> list[KernelChoice]:
-        """How the kernels run, except for kernels that only prepare or merge."""
 
 
 def _none(request: Request) -> str | None:
