@@ -171,16 +171,7 @@ FACADE = "sparseflash.blockmask.mask"
 
 # Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
-    "sparseflash/backends/triton",
-    "masks/fused/block_scores.py",
-    "masks/fused/index.py",
-    "masks/fused/largest.py",
-    "masks/fused/rows.py",
-    "masks/fused/runs.py",
-    "masks/fused/select.py",
-    "masks/fused/starts.py",
-    "masks/fused/summed_scores.py",
-    "masks/fused/tile_scores.py",
-    "masks/fused/starts.py",
-    "masks/fused/unused.py",
-)
+    "sparseflash/backends/triton", "masks/fused/block_scores.py", "masks/fused/index.py", "masks/fused/largest.py",
+    "masks/fused/rows.py", "masks/fused/runs.py", "masks/fused/select.py", "masks/fused/starts.py",
+    "masks/fused/summed_scores.py", "masks/fused/tile_scores.py", "masks/fused/unused.py",
+)  # fmt: skip
