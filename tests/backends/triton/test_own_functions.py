@@ -288,6 +288,38 @@ def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
+NARROW = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda x, q, k: x[q] - x[k],
+        lambda x, q, k: (x[q] + x[k]) // 3,
+        lambda x, q, k: x[q] * 3 - x[k] * x[q],
+        lambda x, q, k: -x[q] + ~x[k],
+        lambda x, q, k: (x[q] - 5) ** 2,
+        lambda x, q, k: (x[q] - x[k] > 0) * 1000,
+        lambda x, q, k: x[q] * torch.tensor(1_000_003) % 100,
+        lambda x, q, k: x[q].long() * 1_000_003 * x[k].long() % 100,
+        lambda x, q, k: x[q] * 3 * k,
+        lambda x, q, k: (q.to(x.dtype) * 101 - k.to(x.dtype) * 10_007) // 3,
+        lambda x, q, k: x[q].int() * 65_537 * x[k] % 1000,
+        lambda x, q, k: torch.where(q > k, x[q], x[k]) * torch.where(q > k, 1_000_003, 1_000_007) % 100,
+        lambda x, q, k: (q > k).long() * 2_000_000_000 * 2 + torch.sign(k - q) * 2_000_000_000 * 3,
+        lambda x, q, k: (x[q] / 3).to(torch.int64) * 1_000_000_007 % 1000,
+    ],
+)
+def test_integers_wrap_around_where_pytorchs_do(added, dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 32, 16, generator=generator) for _ in range(3))
+    x = NARROW.to(dtype)
+    change = scores.function(lambda s, b, h, q, k: s + added(x, q, k) % 97 * 0.02)
+    found, want = (attention(q, k, v, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.timeout(60)
 def test_a_value_that_is_used_twice_at_each_step_is_looked_at_once():
     """Walked once for each use, 40 doublings take 2^40 steps."""
