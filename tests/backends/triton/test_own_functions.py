@@ -106,6 +106,30 @@ def test_captured_tensors_and_numbers_are_read_also_from_the_end():
     compare(scores.function(own))
 
 
+VIEWS = {
+    "columns": lambda x: torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2],
+    "every second": lambda x: torch.stack([x + torch.nan, x], -1)[..., 1],
+    "one entry, expanded": lambda x: torch.nn.functional.pad(x, (1, 0))[..., 1:2].expand(x.shape),
+    "turned": lambda x: torch.nn.functional.pad(x.mT, (3, 1), value=torch.nan)[..., 3:-1].mT,
+}
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "captured"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_tensors_may_be_views_that_begin_anywhere(name, is_given):
+    generator = torch.Generator().manual_seed(0)
+    views = [VIEWS[name](torch.randn(2, n, generator=generator)).detach() for n in (16, 16, 7)]
+    assert all(x.data_ptr() % 16 for x in views)
+
+    def own(score, b, h, q, k, of_queries, of_keys, table):
+        return score * of_keys[h, k] + of_queries[h, q] + table[h, (k - q).clamp(-3, 3) + 3]
+
+    if is_given:
+        compare(scores.function(own, *(x.requires_grad_() for x in views)), *views)
+    else:
+        compare(scores.function(lambda *at: own(*at, *views)))
+
+
 def test_a_longer_learned_tensor_and_one_of_a_number_get_their_gradients():
     shift, factor = torch.randn(4, 1, 30, requires_grad=True), torch.tensor([0.5, 2.0], requires_grad=True)
     unread, number = torch.ones(3, requires_grad=True), torch.tensor(0.7, requires_grad=True)
