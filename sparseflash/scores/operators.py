@@ -35,8 +35,9 @@ def _division(made: Expression, x: int, y: int, rounding_mode: str | None = None
 
 
 def _floor_division(made: Expression, x: int, y: int) -> int:
-    if "float" in (made.nodes[x].kind, made.nodes[y].kind):
-        return made.apply("floor", made.apply("div", x, y))
+    if "float" in (made.nodes[x].kind, made.nodes[y].kind):  # the rounded quotient may be the next whole number
+        whole = made.apply("div", made.apply("sub", x, made.apply("remainder", x, y)), y)
+        return made.apply("floor", made.apply("add", whole, made.number(0.5)))
     return made.apply("floor_divide", x, y)
 
 

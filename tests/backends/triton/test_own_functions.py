@@ -275,6 +275,13 @@ def test_integers_of_positions_have_64_bits_where_they_need_them(added):
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("divisor", [1.3, -1.3, 0.1, 0.7])
+@pytest.mark.parametrize("operation", [torch.remainder, torch.floor_divide])
+def test_remainders_just_below_a_multiple_are_pytorchs(operation, divisor):
+    """In fp32 9.1 / 1.3 is 7, but 9.1 is less than 7 * 1.3."""
+    compare(scores.function(lambda s, b, h, q, k: s + operation((k - 2 * q) * abs(divisor), divisor)))
+
+
 LOWEST_32 = torch.iinfo(torch.int32).min
 
 

@@ -168,7 +168,7 @@ class Source:
             of_numbers = (self._made.nodes[each].op == "number" for each in node.inputs)
             inputs = [x if of else f"tl.cast({x}, tl.int64)" for x, of in zip(inputs, of_numbers)]
         if node.op == "remainder":
-            text = "{0} - tl.floor({0} / {1}) * {1}" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
+            text = "float_remainder({0}, {1})" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
         elif node.op == "pow":
             text = self._power(number, inputs[0], self._made.nodes[node.inputs[1]].value)
         elif node.op == "to_float":
