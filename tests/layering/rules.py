@@ -10,7 +10,7 @@ inside functions and for types count.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs device "
-    "direct_start launcher native python_start",
+    "direct_start launcher native",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores table_sums",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.

@@ -160,5 +160,9 @@ def test_pretraining_comes_before_each_run_and_stands_in_the_table(data, tmp_pat
     assert after["data"] == before["data"]
     steps = before["steps"]
     assert re.search(rf"\| image \| local \| .* none \| denoise {steps} \|", result.output)
+    both = command(data, tmp_path / "out", seeds="1,2", pretrain=0.01)
+    assert both.exit_code == 0, both.output
+    (row,) = (text for text in both.output.splitlines() if text.startswith("| image | local |"))
+    assert len(row.split(" | ")[2].split()) == 2, "each seed has a self-pretraining of its own; they are one row"
     again = command(data, tmp_path / "out", seeds="1", pretrain=0.01)
     assert "step" not in again.output.partition("| task")[0]

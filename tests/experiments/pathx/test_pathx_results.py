@@ -13,7 +13,9 @@ from experiments.pathx.evaluate import recipe_for, stage_for
 from experiments.pathx.scoring import score
 
 RESULTS = Path(experiments.__file__).parent / "results" / "pathx"
-STORED = sorted(RESULTS.glob("*/model.safetensors"))
+WEIGHTS = RESULTS.parents[1] / "weights"
+STORED = sorted(WEIGHTS.glob("path-*/model.safetensors"))
+NOTES = [each for place in (RESULTS, WEIGHTS) for each in table.found_below(place)]
 IMAGES = 8
 
 
@@ -21,7 +23,7 @@ def test_the_best_model_of_each_task_is_stored_and_no_other():
     """Trained in drawn renderings from class labels alone, if possible. Path-512's model takes minutes to train from
     Path-256's."""
     best = {}
-    for name, note in table.found_below(RESULTS):
+    for name, note in NOTES:
         if "-seed" in name:
             continue
         without_labels = supervision.of_model(note)["labels"] == 0
@@ -32,11 +34,11 @@ def test_the_best_model_of_each_task_is_stored_and_no_other():
             found = is_drawn, without_labels, result["accuracy"], name
             best[size] = max(best.get(size, (False, False, 0.0, "")), found)
     assert best.keys() == {"128", "256", "512"}
-    assert {path.parent.name for path in STORED} == {best[size][-1] for size in ("128", "256")}
+    assert {weights.beside(path)["run"] for path in STORED} == {best[size][-1] for size in ("128", "256")}
 
 
 def test_the_runs_that_a_model_began_from_have_results_too_and_their_supervision_is_named():
-    notes = [note for _, note in table.found_below(RESULTS)]
+    notes = [note for _, note in NOTES]
     by_hash = {note["sha256"]: note for note in notes}
     for note in notes:
         chain = [note]
@@ -64,4 +66,4 @@ def test_a_stored_model_is_the_tested_one_and_answers_the_first_test_images(path
 
 
 def test_the_stored_table_is_of_the_stored_results():
-    assert (RESULTS / "table.md").read_text() == table.markdown(table.rows([RESULTS]))
+    assert (RESULTS / "table.md").read_text() == table.markdown(table.rows([RESULTS, WEIGHTS]))

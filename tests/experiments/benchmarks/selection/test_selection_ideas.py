@@ -47,9 +47,6 @@ def test_nothing_is_begun_without_time(tmp_path):
         and "no time for 18 more, from NSA at 128 tokens (sparseflash, sdpa) to VSA" in found.output
     )
     assert read(tmp_path / "selection.jsonl")[1] == []
-    limit = ideas.Limit(1.0)
-    limit.longest = 61.0
-    assert not limit.begin() and ideas.Limit(None).begin()
 
 
 def test_a_file_of_another_commit_is_not_continued(tmp_path):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+import typer
 
 from experiments.benchmarks.speed import patterns
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CASES, FORWARD, GROUPS, Case, select, useful_flops
@@ -50,7 +51,7 @@ def test_globs_select_cases() -> None:
     assert [case.name for case in chosen] == [
         "d64-dense", *(f"memory-{length}-local" for length in ("16k", "64k", "256k", "1m"))
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="--cases must match at least one of d128-dense"):
+    with pytest.raises(typer.BadParameter, match="--cases must match at least one of d128-dense"):
         select("nothing")
 
 
@@ -61,9 +62,9 @@ def test_groups_select_cases_and_together_hold_all() -> None:
     assert [case.name for case in select("*-dense", groups=("dtypes",))] == [
         "fp32-dense", "tf32-dense", "fp16-dense", "bf16-dense"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"--group must be from masks, memory, .*; got fast\."):
+    with pytest.raises(typer.BadParameter, match=r"--group must be from masks, memory, .*; got fast\."):
         select("*", groups=("masks", "fast"))
-    with pytest.raises(ValueError, match="which are none; got"):
+    with pytest.raises(typer.BadParameter, match="which are none; got"):
         select("*", groups=("blocks",), quick=True)
 
 

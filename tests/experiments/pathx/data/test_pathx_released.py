@@ -26,7 +26,7 @@ from tests.experiments.pathx.runs import STAGES, TINY
 
 ROOT = Path(experiments.__file__).parents[1]
 RELEASED = ROOT / "tests" / "fixtures" / "pathfinder"
-PATHX = ROOT / "experiments" / "results" / "pathx" / "label-free-tiles16x5-butterfly8x4" / "model.safetensors"
+PATHX = ROOT / "experiments" / "weights" / "path-x" / "model.safetensors"
 BY_EYE = [1, 0, 1, 0, 1, 1, 1, 1]
 LABEL_FREE = replace(TINY, auxiliary=0.0, registers=0)
 
