@@ -122,8 +122,10 @@ def kernels_run_as_on_a_gpu(request):
 @pytest.fixture(scope="session", autouse=True)
 def masks_are_made_anew():
     """Two calls with the same arguments give two masks, which tests compare; `masks_are_kept` undoes this."""
+    from sparseflash.blockmask.cache import clear_caches
     from sparseflash.masks.tiling import signatures
 
+    clear_caches()  # of masks that modules of tests have made while they were collected
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(signatures, "SMALL_MASK", -1)
         yield
