@@ -123,7 +123,7 @@ _EXPERIMENTS = {
     "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
-    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks:timing": "training",
