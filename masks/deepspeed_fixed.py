@@ -8,8 +8,8 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import flag
 from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
-from sparseflash.masks.tiling.listing import of_blocks
 from sparseflash.masks.tiling.signatures import pattern
+from sparseflash.masks.tiling.spans import spans
 
 
 @pattern
@@ -77,9 +77,9 @@ def deepspeed_fixed(
     causal, horizontal = flag(causal, "causal"), flag(horizontal, "horizontal")
     if causal and horizontal:
         raise ValueError("horizontal must be False with causal; got True.")
-    i = torch.arange(count, device="cpu")
-    in_chunk = torch.arange(min(local, count), device="cpu").expand(count, -1) + (i // local * local)[:, None]
-    chunk_rows, chunk_cols = i[:, None].expand_as(in_chunk)[in_chunk < count], in_chunk[in_chunk < count]
+    q = torch.arange(q_len, device="cpu")
+    start = q // block // local * local * block
+    stop = torch.minimum(start + local * block, q + 1) if causal else start + local * block
     whole = count - count % local
     heads = heads if patterns > 1 else 1
     masks = []
@@ -89,11 +89,13 @@ def deepspeed_fixed(
         if whole < count:
             starts.append(max(min(whole + first, count - wide), 0))
         seen = (torch.tensor(starts, device="cpu")[:, None] + torch.arange(min(wide, count), device="cpu")).reshape(-1)
-        seen = seen[seen < count]
-        rows = [chunk_rows, i.repeat_interleave(len(seen))]
-        cols = [chunk_cols, seen.repeat(count)]
-        if horizontal:
-            rows.append(cols[1])
-            cols.append(rows[1])
-        masks.append(of_blocks([(torch.cat(rows), torch.cat(cols))], q_len, causal=causal, block=block))
+        of_block = torch.zeros(count, dtype=torch.bool, device="cpu")
+        of_block[seen[seen < count]] = True
+        marked = of_block[q // block]
+        masks.append(
+            spans(
+                start, stop, q_len, limit=q + 1 if causal else None, rows=marked if horizontal else None, cols=marked,
+                block=block,
+            )
+        )  # fmt: skip
     return per_head([masks[head % patterns] for head in range(heads)])

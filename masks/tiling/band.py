@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
-from sparseflash.blockmask.build import TILES_AT_ONCE, arrays_of
-from sparseflash.masks.tiling.listing import columns_between
+from sparseflash.blockmask.build import arrays_of_rows
+from sparseflash.masks.tiling.draws import Integers
+from sparseflash.masks.tiling.listing import cut_columns, rows_of
 
 
 def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int = 0, block: Block = 128) -> BlockMask:
@@ -24,20 +26,19 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     highest = reach if highest is None else min(highest, reach)
     first_q = np.arange(0, q_len, block_q) + shift
     last_q = np.minimum(first_q + (block_q - 1), q_len - 1 + shift)
-    first_col = np.maximum((first_q - highest) // block_k, 0)
-    last_col = np.minimum((last_q - lowest) // block_k, -(-k_len // block_k) - 1)
-    rows, cols = columns_between(first_col, last_col)
-    cut, corners = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    for start in range(0, len(rows), TILES_AT_ONCE):
-        i, j = (x[start : start + TILES_AT_ONCE] for x in (rows, cols))
-        corner = first_q[i] - j * block_k
-        partial = np.flatnonzero((corner - (block_k - 1) < lowest) | (corner + (block_q - 1) > highest))
-        cut.append(partial + start)
-        corners.append(corner[partial])
-    distances, which = np.unique(np.concatenate(corners), return_inverse=True)
-    tile = np.zeros(len(rows), dtype=np.int64)
-    tile[np.concatenate(cut)] = which + 1
-    of_row = distances[:, None] + np.arange(block_q)
-    words = bitmask.below(of_row - (lowest - 1), block_k) & ~bitmask.below(of_row - highest, block_k)
-    part = (torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy(tile), torch.from_numpy(words))
-    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))
+    first = np.maximum((first_q - highest) // block_k, 0)
+    last = np.minimum((last_q - lowest) // block_k, -(-k_len // block_k) - 1)
+    indptr, listed = rows_of(first, last)
+    first_full = -((highest - (block_q - 1) - first_q) // block_k)
+    rows, cols = cut_columns(first, last, first_full, (first_q - (lowest + block_k - 1)) // block_k)
+    distances, which = np.unique(first_q[rows] - cols * block_k, return_inverse=True)
+    kind = np.zeros(len(listed), dtype=np.int32)
+    kind[(indptr[:-1] - first)[rows] + cols] = which + 1
+
+    def words_of(kinds: Integers) -> Tensor:
+        of_row = distances[kinds, None] + np.arange(block_q)
+        words = bitmask.below(of_row - (lowest - 1), block_k) & ~bitmask.below(of_row - highest, block_k)
+        return torch.from_numpy(words)
+
+    arrays = arrays_of_rows(q_len, k_len, block_q, block_k, indptr, listed, kind, len(distances), words_of)
+    return BlockMask(q_len, k_len, block_q, block_k, *arrays)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import flag
-from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.build import TILES_AT_ONCE, Numbers, arrays_of
 from sparseflash.blockmask.unique import distinct
+from sparseflash.limits import check_count
 from sparseflash.masks.tiling.draws import Integers
 
 if TYPE_CHECKING:
@@ -39,6 +40,58 @@ def columns_between(first: Integers, last: Integers) -> tuple[Integers, Integers
     cols = np.arange(len(rows))
     cols -= np.repeat(counts.cumsum() - counts - first, counts)
     return rows, cols
+
+
+def ranges(first: Integers, last: Integers) -> Iterator[tuple[slice, slice, Numbers]]:
+    """The integers from `first[r]` to `last[r]` of all r, one behind the other, int32, in portions that fit in a CPU's
+    caches: `(the r of a portion, the places of its integers among all, the integers)`.
+
+    >>> [(rows, places, some.tolist()) for rows, places, some in ranges(np.array([5, 0]), np.array([6, 0]))]
+    [(slice(0, 2, None), slice(0, 3, None), [5, 6, 0])]
+    """
+    counts = np.maximum(last - first + 1, 0)
+    stops = counts.cumsum()
+    shift = (first - (stops - counts)).astype(np.int32)
+    row = place = 0
+    while row < len(counts):
+        until = max(row + 1, int(stops.searchsorted(place + TILES_AT_ONCE, side="right")))
+        stop = int(stops[until - 1])
+        some = np.arange(place, stop, dtype=np.int32)
+        some += shift[row:until].repeat(counts[row:until])
+        yield slice(row, until), slice(place, stop), some
+        row, place = until, stop
+
+
+def cut_columns(
+    first: Integers, last: Integers, first_full: Integers, last_full: Integers
+) -> tuple[Integers, Integers]:
+    """`(rows, cols)` of the tiles `first[i] <= j <= last[i]` but the full ones, `first_full[i] <= j <= last_full[i]`.
+
+    Tiles can number millions, most of them full, and only the others have to be looked at.
+    """
+    some_full = first_full <= last_full
+    before = np.where(some_full, np.minimum(first_full - 1, last), last)
+    behind = np.where(some_full, np.maximum(last_full + 1, first), last + 1)
+    parts = columns_between(first, before), columns_between(behind, last)
+    rows, cols = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return rows, cols
+
+
+def rows_of(first: Integers, last: Integers) -> tuple[Integers, Numbers]:
+    """`(indptr, cols)` of the tiles `first[i] <= j <= last[i]` of every block row i."""
+    indptr = starts_of(np.maximum(last - first + 1, 0))
+    cols = np.empty(indptr[-1], dtype=np.int32)
+    for _, places, some in ranges(first, last):
+        cols[places] = some
+    return indptr, cols
+
+
+def starts_of(counts: Integers) -> Integers:
+    """Where each row of a list begins, and the end of the last: `indptr` of the numbers of tiles of the rows."""
+    made = np.zeros(len(counts) + 1, dtype=np.int64)
+    counts.cumsum(out=made[1:])
+    check_count("tiles of a mask", int(made[-1]), remedy="Use larger blocks.")
+    return made
 
 
 def incidence(labels: Tensor, count: int) -> sparse.csr_array:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
-from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.build import arrays_of_rows
 from sparseflash.blockmask.unique import number_by_first_appearance, number_combinations
 from sparseflash.masks.tiling.draws import Integers
-from sparseflash.masks.tiling.listing import columns_between
+from sparseflash.masks.tiling.listing import columns_between, cut_columns, ranges, starts_of
 
 Words = NDArray[np.int32]
 
@@ -52,92 +52,113 @@ def spans(
         return (np.concatenate([values, np.repeat(values[-1:], past)]) if past else values).reshape(row_blocks, block_q)
 
     starts, stops = of_rows(start), of_rows(stop)
-    empty = stops <= starts
-    starts, stops = np.where(empty, k_len, starts), np.where(empty, 0, stops)  # so that its block row is not widened
     limits = None if limit is None else of_rows(limit)
+    until = np.full((row_blocks, 1), k_len) if limits is None else limits
+    is_row = np.zeros((row_blocks, block_q), dtype=np.bool_) if rows is None else of_rows(rows, clamped=False)
+    empty = stops <= starts
+    if rows is not None:  # where all queries of a block row are marked, each sees one longer run
+        longer = (is_row & (empty | (starts <= until))).all(1)[:, None]
+        stops = np.where(longer, np.maximum(np.where(empty, 0, stops), until), stops)
+        starts, empty, is_row = np.where(longer, 0, starts), empty & ~longer, is_row & ~longer
+    starts, stops = np.where(empty, k_len, starts), np.where(empty, 0, stops)  # so that its block row is not widened
     first, last = starts.min(1) // block_k, (stops.max(1) - 1) // block_k
+    no_run = last < first
+    first, last = np.where(no_run, 0, first), np.where(no_run, -1, last)
 
-    i, j = columns_between(first, last)
-    least, most = starts.max(1), stops.min(1)
-    first_full = (least + (block_k - 1)) // block_k
-    last_full = np.where(most == k_len, col_blocks, most // block_k) - 1
-    # All tiles of a run between these are full, and tiles can number millions: only the others are looked at.
-    last_cut = np.minimum(np.where(first_full <= last_full, first_full - 1, last), last)  # before the full ones
-    first_cut = np.where(first_full <= last_full, last_full + 1, last + 1)  # behind them
-    place = np.maximum(last - first + 1, 0).cumsum() - (last + 1)  # of the tile (i, j) in the list: place[i] + j
-    kind = np.zeros_like(i)
-    for r, c in (columns_between(first, last_cut), columns_between(first_cut, last)):
-        kind[place[r] + c] = -1
-    listed = [(i, j, kind)]
+    # A block row has tiles before its run, in the run and behind it: three ranges of places in `columns`, which are all
+    # block columns and then the marked ones.
+    columns = np.arange(col_blocks, dtype=np.int32)
+    ranges_of = np.zeros((2, row_blocks, 3), dtype=np.int64)  # first and last
+    ranges_of[1] = -1
+    ranges_of[:, :, 1] = first, last
     full_word, words_per_row = bitmask.full_word(block_k), bitmask.words_per_row(block_k)
     words: list[Words] = []
-    marked = busy = np.zeros(0, dtype=np.int64)
-    is_row = of_key = None
+    marked, has_cols = np.zeros(0, dtype=np.int64), np.zeros(col_blocks, dtype=np.bool_)
+    of_key, busy = None, np.flatnonzero(is_row.any(1))
+    # Every query of the block row sees the marked keys before `whole`, and none sees one behind block `reach`.
+    whole, reach = until.min(1), (until.max(1) - 1) // block_k
     if rows is not None or cols is not None:
-        until = np.full((row_blocks, block_q), k_len) if limits is None else limits
-        # Every query of the block row sees the marked keys below `whole`, and none sees one behind block `reach`.
-        whole, reach = until.min(1), (until.max(1) - 1) // block_k
-        is_row = np.zeros((row_blocks, block_q), dtype=np.bool_) if rows is None else of_rows(rows, clamped=False)
         is_col = np.zeros((col_blocks, block_k), dtype=np.bool_)
         if cols is not None:
             is_col.reshape(-1)[:k_len] = cols.numpy()
-        has_rows: Any = is_row.any(1)
-        has_cols: Any = is_col.any(1)
-        marked, busy = np.flatnonzero(has_cols), np.flatnonzero(has_rows)
+        has_cols = is_col.any(1)
+        marked = np.flatnonzero(has_cols)
         of_key = bitmask.pack(torch.from_numpy(is_col)).numpy()  # [Mk, W]
         # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it.
         words = [
             np.broadcast_to(of_key[marked][:, None, :], (len(marked), block_q, words_per_row)),
             np.broadcast_to((is_row[busy] * np.int32(full_word))[:, :, None], (len(busy), block_q, words_per_row)),
         ]
+        columns = np.concatenate([columns, marked.astype(np.int32)])
+        end = marked.searchsorted(reach, side="right")
+        ranges_of[0, :, 0] = col_blocks
+        ranges_of[1, :, 0] = col_blocks - 1 + np.where(no_run, end, np.minimum(marked.searchsorted(first), end))
+        ranges_of[0, :, 2] = col_blocks + np.where(no_run, end, marked.searchsorted(last, side="right"))
+        ranges_of[1, :, 2] = col_blocks - 1 + end
+        # A marked query sees all block columns.
+        ranges_of[0, busy, 0], ranges_of[1, busy, 0] = 0, np.where(no_run, reach, np.minimum(first - 1, reach))[busy]
+        ranges_of[0, busy, 2], ranges_of[1, busy, 2] = np.where(no_run, reach, last)[busy] + 1, reach[busy]
+    counts = np.maximum(ranges_of[1] - ranges_of[0] + 1, 0)
+    indptr = starts_of(counts.sum(1))
+    begin = indptr[:-1, None] + counts.cumsum(1) - counts - ranges_of[0]  # plus a place in `columns`: that in the list
+    listed, kind = np.empty(indptr[-1], dtype=np.int32), np.zeros(indptr[-1], dtype=np.int32)
+    for _, places, some in ranges(ranges_of[0].reshape(-1), ranges_of[1].reshape(-1)):
+        listed[places] = columns[some]
         if len(marked):
-            # The marked columns before the run of a block row, and those behind it; without a run, all are before it.
-            end = np.searchsorted(marked, reach, side="right")
-            before = np.minimum(np.searchsorted(marked, first), end)
-            behind = np.searchsorted(marked, last, side="right")
-            before, behind = (np.where(last < first, end, x) for x in (before, behind))
-            alike = np.where(has_rows, -1, whole)  # before this key all queries see the same of marked columns
-            ends_at = np.minimum((marked + 1) * block_k, k_len)
-            for start_at, stop_at in ((np.zeros_like(end), before), (behind, end)):
-                i, at = columns_between(start_at, stop_at - 1)
-                listed.append((i, marked[at], np.where(alike[i] >= ends_at[at], at + 1, -1)))
-        if len(busy):
-            at, j = columns_between(np.zeros_like(busy), reach[busy])
-            i = busy[at]
-            outside = ((j < first[i]) | (j > last[i])) & ~has_cols[j]
-            i, j, at = i[outside], j[outside], at[outside]
-            repeats = whole[i] >= np.minimum((j + 1) * block_k, k_len)
-            listed.append((i, j, np.where(repeats, at + 1 + len(marked), -1)))
+            kind[places] = np.maximum(some - (col_blocks - 1), 0)
+
+    # The other tiles are made: in a run those at its ends; outside of it those past the first limit of a block row,
+    # and marked keys of marked queries.
+    first_full = (starts.max(1) + (block_k - 1)) // block_k
+    most = stops.min(1)
+    r, c = cut_columns(first, last, first_full, np.where(most == k_len, col_blocks, most // block_k) - 1)
+    cut = [(r, c, begin[r, 1] + c)]
+    for part in (0, 2) if of_key is not None else ():
+        alike = np.minimum((marked + 1) * block_k, k_len).searchsorted(whole, side="right")
+        last_at = ranges_of[1, :, part].copy()
+        last_at[busy] = -1
+        r, at = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
+        cut.append((r, marked[at - col_blocks], begin[r, part] + at))
+        number, c = columns_between(*ranges_of[:, busy, part])
+        r = busy[number]
+        kind[begin[r, part] + c] = number + 1 + len(marked)
+        own = has_cols[c] | (whole[r] < np.minimum((c + 1) * block_k, k_len))
+        cut.append((r[own], c[own], (begin[r, part] + c)[own]))
 
     # In a window or a chunk, the runs of many block rows have the same position relative to the tiles: block rows of
     # equal profile hold the same bits at the same distance, so bits are made once for each combination.
-    i, j, kind = (column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*listed, strict=True))
+    r, c, place = (column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*cut, strict=True))
     offset = len(marked) + len(busy)
-    own = np.flatnonzero(kind < 0)
-    r, c = i[own], j[own]
     nearest = np.arange(row_blocks) * block_q // block_k
     ends = [starts, stops] if limits is None else [starts, stops, limits]
     relative = [(x - nearest[:, None] * block_k).astype(np.int32) for x in ends]
-    codes = [_numbers(relative if is_row is None else [*relative, is_row.astype(np.int32)])[r], c - nearest[r]]
+    codes = [_numbers(relative if of_key is None else [*relative, is_row.astype(np.int32)])[r], c - nearest[r]]
     if of_key is not None:
         codes.append(_numbers([of_key])[c])
     number, first_of = _combinations(codes)
     found = []
     at_once = max(1, WORDS_AT_ONCE // (block_q * words_per_row))
-    for begin in range(0, max(1, len(first_of)), at_once):
-        some = first_of[begin : begin + at_once]
+    for at in range(0, max(1, len(first_of)), at_once):
+        some = first_of[at : at + at_once]
         a, corner = r[some], c[some, None] * block_k
         made = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
-        if is_row is not None and of_key is not None:
+        if of_key is not None:
             seen = np.where(is_row[a][:, :, None], np.int32(full_word), of_key[c[some]][:, None, :])
             made |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)
         distinct, inverse = bitmask.deduplicate(torch.from_numpy(made))
         words.append(distinct.numpy())
         found.append(inverse.numpy() + 1 + offset)
         offset += len(distinct)
-    kind[own] = np.concatenate(found)[number]
-    part = tuple(torch.from_numpy(x) for x in (i, j, kind, np.concatenate(words)))
-    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))  # type: ignore[list-item]
+    kind[place] = np.concatenate(found)[number]
+    every = torch.from_numpy(np.concatenate(words))
+
+    def words_of(kinds: Integers) -> Tensor:
+        return every.index_select(0, torch.from_numpy(kinds))
+
+    return BlockMask(
+        q_len, k_len, block_q, block_k,
+        *arrays_of_rows(q_len, k_len, block_q, block_k, indptr, listed, kind, len(every), words_of),
+    )  # fmt: skip
 
 
 def _numbers(columns: Sequence[Words]) -> Integers:

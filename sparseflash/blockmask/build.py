@@ -5,6 +5,7 @@ NumPy sorts and numbers lists of tiles on the CPU, because PyTorch is slower on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ Integers = NDArray[np.int64]
 Numbers = NDArray[np.int32]
 
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
+
+_REMEDY = "Use larger blocks, or fewer patterns."
 
 
 def tiles_of_dense(dense: Tensor, block_q: int, block_k: int) -> Part:
@@ -73,18 +76,28 @@ def arrays_of_tiles(
     q_len: int, k_len: int, block_q: int, block_k: int, rows: Tensor, cols: Tensor, tile: Tensor, words: Tensor,
     pattern: Tensor, patterns: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of the tiles of all patterns.
+    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of the tiles of all patterns, in any order.
 
     `rows`: int64 `[E]`, pattern * Mq + block row. `words`: shared by all patterns; entries may be dead, full, equal or
     unused. `pattern`: int64 `[B, H]`, 0 .. patterns - 1, numbered by first appearance; two patterns may turn out equal.
     The arrays are made on the device of the words.
     """
-    row_blocks = -(-q_len // block_q)
-    remedy = "Use larger blocks, or fewer patterns."
-    check_count("patterns x block rows", patterns, row_blocks, remedy=remedy)
-    check_count("tiles of a mask", len(rows), remedy=remedy)
-    i, j, t = (x.cpu().numpy() for x in (rows, cols, tile))
-    indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, i, j, t, words, patterns)
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    check_count("patterns x block rows", patterns, row_blocks, remedy=_REMEDY)
+    check_count("tiles of a mask", len(rows), remedy=_REMEDY)
+    i, j, kind = (x.cpu().numpy() for x in (rows, cols, tile))
+    if not _in_order(i, j):
+        order = (i * col_blocks + j).argsort(kind="stable")  # merges sorted runs, which most lists consist of
+        i, j, kind = i[order], j[order], kind[order]
+        if not _in_order(i, j):
+            raise ValueError("a tile must not be listed twice.")
+    listed = i.searchsorted(np.arange(patterns * row_blocks + 1)), j.astype(np.int32), kind.astype(np.int32)
+
+    def words_of(kinds: Integers) -> Tensor:
+        return words.index_select(0, torch.from_numpy(kinds).to(words.device))
+
+    device = words.device
+    indptr, indices, kinds, bits = _canonical(q_len, k_len, block_q, block_k, *listed, len(words), words_of, device)
     keep, number = distinct_patterns(indptr, indices, kinds, row_blocks)
     if len(keep) < patterns:
         # The first copy of each pattern is kept, so partial tiles stay numbered by first appearance.
@@ -94,88 +107,77 @@ def arrays_of_tiles(
         indices = np.concatenate([indices[starts[p] : starts[p + 1]] for p in keep])
         kinds = np.concatenate([kinds[starts[p] : starts[p + 1]] for p in keep])
     number_of = np.array(number)[pattern.cpu().numpy()]
-    made = [
-        torch.from_numpy(x.astype(np.int32, copy=False)).to(words.device) for x in (indptr, indices, kinds, number_of)
-    ]
-    return made[0], made[1], made[2], bits.contiguous(), made[3]
+    made = [torch.from_numpy(x.astype(np.int32, copy=False)).to(device) for x in (indptr, indices, kinds, number_of)]
+    return made[0], made[1], made[2], bits, made[3]
 
 
-def _assemble(
-    q_len: int, k_len: int, block_q: int, block_k: int, rows: Integers, cols: Integers, tile: Integers, words: Tensor,
-    patterns: int,
+def arrays_of_rows(
+    q_len: int, k_len: int, block_q: int, block_k: int, indptr: Integers, cols: Numbers, kind: Numbers, kinds: int,
+    words_of: Callable[[Integers], Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same of one pattern, whose tiles are listed row by row.
+
+    The tiles of block row i are at `cols[indptr[i] : indptr[i + 1]]`, ascending. `kind`: 0 for a full tile; the scores
+    of a tile of kind t, at most `kinds`, are `words_of([t - 1])`, int32 `[1, block_q, W]`, and may be all, none, or
+    those of another kind. Both lists are written to.
+    """
+    arrays = _canonical(q_len, k_len, block_q, block_k, indptr, cols, kind, kinds, words_of, torch.device("cpu"))
+    indptr, indices, tile, bits = arrays
+    pattern = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
+    return torch.from_numpy(indptr.astype(np.int32)), torch.from_numpy(indices), torch.from_numpy(tile), bits, pattern
+
+
+def _canonical(
+    q_len: int, k_len: int, block_q: int, block_k: int, indptr: Integers, cols: Numbers, kind: Numbers, kinds: int,
+    words_of: Callable[[Integers], Tensor], device: torch.device,
 ) -> tuple[Integers, Numbers, Numbers, Tensor]:  # fmt: skip
-    """Sorts the tiles, trims them at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`."""
+    """Trims the tiles at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`.
+
+    Lists of millions are read in portions, twice, and no other list of their length is made.
+    """
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    if not _in_order(rows, cols):
-        order = (rows * col_blocks + cols).argsort(kind="stable")  # merges sorted runs, which most lists consist of
-        rows, cols, tile = rows[order], cols[order], tile[order]
-        if not _in_order(rows, cols):
-            raise ValueError("a tile must not be listed twice.")
-    # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and each is computed once. Full
-    # tiles that no end cuts, the most frequent kind, are left out. Lists of millions are read in portions, three times:
-    # the numbers of their pairs would take more time to keep than to make again.
-    last_row = row_blocks - 1 if q_len % block_q else -1
-    last_col = col_blocks - 1 if k_len % block_k else -1
-
-    def portion(start: int) -> tuple[int, Integers, Integers]:
-        stop = start + TILES_AT_ONCE
-        own = tile[start:stop]
-        special = own > 0
-        if last_row >= 0:
-            row = rows[start:stop] if patterns == 1 else rows[start:stop] % row_blocks
-            special |= row == last_row
-        if last_col >= 0:
-            special |= cols[start:stop] == last_col
-        listed = np.flatnonzero(special)
-        pair = own[listed] * 4
-        if last_row >= 0:
-            pair += row[listed] == last_row
-        if last_col >= 0:
-            pair += 2 * (cols[start:stop][listed] == last_col)
-        return start, listed, pair
-
-    starts = range(0, len(tile), TILES_AT_ONCE)
-    kept = [portion(0)] if len(starts) == 1 else None
-    occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
-    for _, _, pair in kept or map(portion, starts):
-        occurs[pair] = True
-    kind_of = np.zeros(len(occurs), dtype=np.int64)
-    pairs = np.flatnonzero(occurs)
-    ends = _ends(q_len, k_len, block_q, block_k, words.device)
-    words = words if len(words) else words.new_zeros(1, *words.shape[1:])  # indexing needs one entry
+    # A tile at an end loses the scores past it: there it is of another kind. Few kinds are distinct, and each is
+    # computed once. Full tiles that no end cuts, the most frequent kind, are left out.
+    span = kinds + 1
+    check_count("kinds of tiles", 4, span, remedy=_REMEDY)
+    if q_len % block_q:
+        for start, stop in zip(indptr[row_blocks - 1 :: row_blocks], indptr[row_blocks::row_blocks]):
+            kind[start:stop] += span
+    if k_len % block_k:
+        last = indptr[1:][indptr[1:] > indptr[:-1]] - 1
+        kind[last[cols[last] == col_blocks - 1]] += 2 * span
+    first = np.full(4 * span, len(kind), dtype=np.int64)
+    for start in range(0, len(kind), TILES_AT_ONCE)[::-1]:
+        some = kind[start : start + TILES_AT_ONCE]
+        listed = np.flatnonzero(some)[::-1]
+        first[some[listed]] = listed + start  # the last write wins: the first appearance
+    # Kinds are classified by first appearance in the rows, so that equal masks have equal arrays.
+    found = np.flatnonzero(first < len(kind))
+    found = found[first[found].argsort()]
+    ends = _ends(q_len, k_len, block_q, block_k, device)
 
     def trimmed(some: Integers) -> Tensor:
-        made = words.index_select(0, torch.from_numpy(np.maximum(some // 4 - 1, 0)).to(words.device))
-        if cut := int(np.searchsorted(some, 4)):
-            made[:cut] = bitmask.full_word(block_k)
-        return made if ends is None else made & ends.index_select(0, torch.from_numpy(some % 4).to(words.device))
+        number = some % span - 1
+        partial = number >= 0
+        if partial.all():
+            made = words_of(number)
+        else:
+            shape = len(some), block_q, bitmask.words_per_row(block_k)
+            made = torch.full(shape, bitmask.full_word(block_k), dtype=torch.int32, device=device)
+            made[torch.from_numpy(partial)] = words_of(number[partial])
+        return made if ends is None else made & ends.index_select(0, torch.from_numpy(some // span).to(device))
 
-    kind, bits = bitmask.classify(trimmed, pairs, block_q, block_k)
-    kind_of[pairs] = kind.cpu().numpy()
-    # Partial tiles are numbered by first appearance in the rows, so that equal masks have equal arrays.
-    first = np.full(len(bits) + 1, len(tile), dtype=np.int64)
-    first[0] = -1
-    for start, listed, pair in kept or map(portion, starts):
-        kinds = kind_of[pair]
-        new = np.flatnonzero(first[kinds] == len(tile))  # a dead tile's number, -1, is the last kind's
-        new = new[kinds[new] > 0]
-        first[kinds[new][::-1]] = listed[new][::-1] + start  # the last write wins: the first appearance
-    if not (first[1:] > first[:-1]).all():
-        order = first[1:].argsort()
-        number = np.arange(len(first) + 1)
-        number[order + 1] = np.arange(1, len(first))
-        number[-1] = -1
-        kind_of = number[kind_of]
-        bits = bits.index_select(0, torch.from_numpy(order).to(bits.device))
-    all_kinds = np.zeros(len(tile), dtype=np.int32)
-    numbers = kind_of.astype(np.int32)
-    for start, listed, pair in kept or map(portion, starts):
-        all_kinds[start : start + TILES_AT_ONCE][listed] = numbers[pair]
-    if (kind_of < 0).any():
-        live = all_kinds >= 0
-        rows, cols, all_kinds = rows[live], cols[live], all_kinds[live]
-    indptr = np.searchsorted(rows, np.arange(patterns * row_blocks + 1))
-    return indptr, cols.astype(np.int32), all_kinds, bits
+    kind_of, bits = bitmask.classify(trimmed, found, block_q, block_k)
+    numbers = np.zeros(4 * span, dtype=np.int32)
+    numbers[found] = kind_of.cpu().numpy()
+    if (numbers[found] != found).any():
+        for start in range(0, len(kind), TILES_AT_ONCE):
+            kind[start : start + TILES_AT_ONCE] = numbers[kind[start : start + TILES_AT_ONCE]]
+    if (numbers < 0).any():
+        live = kind >= 0
+        indptr = indptr - np.flatnonzero(~live).searchsorted(indptr)
+        cols, kind = cols[live], kind[live]
+    return indptr, cols, kind, bits.contiguous()
 
 
 def _in_order(rows: Integers, cols: Integers) -> bool:

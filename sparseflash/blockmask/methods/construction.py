@@ -5,16 +5,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_device, token_counts
-from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of
+from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of, arrays_of_rows
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
 from sparseflash.blockmask.methods import method
 from sparseflash.blockmask.rules import Candidates, Live, call_rule, tiles_of_rule
 from sparseflash.blockmask.threads import on_one_thread, one_thread
+from sparseflash.limits import check_count
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -237,5 +240,13 @@ def dense(cls: type[BlockMask], q_len: int, k_len: int | None = None, *, block: 
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-    layout = torch.ones(-(-q_len // block_q), -(-k_len // block_k), dtype=torch.bool, device="cpu")
-    return cls.from_layout(layout, block=(block_q, block_k), q_len=q_len, k_len=k_len)
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    check_count("tiles of a mask", row_blocks, col_blocks, remedy="Use larger blocks.")
+    indptr = np.arange(row_blocks + 1) * col_blocks
+    cols, full = np.tile(np.arange(col_blocks, dtype=np.int32), row_blocks), np.zeros(indptr[-1], dtype=np.int32)
+
+    def no_words(kinds: Any) -> Tensor:
+        return torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
+
+    arrays = arrays_of_rows(q_len, k_len, block_q, block_k, indptr, cols, full, 0, no_words)
+    return cls(q_len, k_len, block_q, block_k, *arrays)

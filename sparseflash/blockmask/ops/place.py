@@ -157,7 +157,24 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
     `k_cut * block_q + q_cut`, and the numbers of queries and keys that are inside.
     """
     block_q, width = known.shape[1:]
-    by_row = known.reshape(-1, width)
+    which, first = _combinations([*recipes[:, :5].T])  # most recipes differ in the ends alone
+    words = _moved(known, recipes[first, :5], block_k)[which]
+    ended = np.flatnonzero((recipes[:, 5] < block_q) | (recipes[:, 6] < block_k))
+    at_once = max(1, _WORDS_AT_ONCE // known[0].size)
+    for at in range(0, len(ended), at_once):
+        some = ended[at : at + at_once]
+        inside = np.arange(block_q) < recipes[some, 5, None]
+        live, made = bitmask.below(recipes[some, 6], block_k).view(np.uint32), words[some]
+        for word in range(width):  # with the queries of a tile in one loop
+            made[:, :, word] &= np.where(inside, live[:, word, None], np.uint32(0))
+        words[some] = made
+    return words
+
+
+def _moved(known: Words, recipes: Integers, block_k: int) -> Words:
+    """The same before anything is cut off at the ends."""
+    block_q, width = known.shape[1:]
+    columns = np.ascontiguousarray(known.reshape(-1, width).T)
     words = np.empty((len(recipes), block_q, width), dtype=np.uint32)
     # Tiles whose words move by the same number of whole words are made together.
     skipped = recipes[:, 4] // (block_q * bitmask.WORD)
@@ -169,20 +186,20 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
             some = group[at : at + at_once]
             k_cut, q_cut = np.divmod(recipes[some, 4, None], block_q)
             row = np.arange(block_q) + q_cut
-            upper, lower = recipes[some, None, :2] * block_q, (recipes[some, None, 2:4] - 1) * block_q
-            source = np.where((row < block_q)[..., None], upper, lower) + row[..., None]  # [C, block_q, (left, right)]
-            both = by_row[source].reshape(len(some), block_q, 2 * width)
-            shift = (k_cut[:, :, None] - skip * bitmask.WORD).astype(np.uint32)
+            left, right = (
+                np.where(row < block_q, recipes[some, slot, None], recipes[some, slot + 2, None] - 1) * block_q + row
+                for slot in range(2)
+            )
+            shift = (k_cut - skip * bitmask.WORD).astype(np.uint32)
             if block_k < bitmask.WORD:
-                words[some] = (both[..., :1] | both[..., 1:] << block_k) >> shift & bitmask.full_word(block_k)
-            else:  # a shift by all 32 bits, where `shift` is 0, gives 0
-                low, high = both[..., skip : skip + width], both[..., skip + 1 : skip + 1 + width]
-                words[some] = low >> shift | high << (bitmask.WORD - shift)
-    ended = np.flatnonzero((recipes[:, 5] < block_q) | (recipes[:, 6] < block_k))
-    for at in range(0, len(ended), at_once):
-        some = ended[at : at + at_once]
-        inside = bitmask.below(recipes[some, 6], block_k).view(np.uint32)[:, None]
-        words[some] &= np.where(np.arange(block_q)[:, None] < recipes[some, 5, None, None], inside, np.uint32(0))
+                both = columns[0][left] | columns[0][right] << block_k
+                words[some, :, 0] = both >> shift & bitmask.full_word(block_k)
+                continue
+            high = columns[skip][left]
+            for word in range(width):  # a shift by all 32 bits, where `shift` is 0, gives 0
+                low, number = high, skip + word + 1
+                high = columns[number][left] if number < width else columns[number - width][right]
+                words[some, :, word] = low >> shift | high << (bitmask.WORD - shift)
     return words
 
 
