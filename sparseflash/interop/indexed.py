@@ -25,7 +25,7 @@ class Indexed(Change, prepared=False):
     places: str  # the index of each of the derived tensor's first dimensions: "b", "h", or another letter
 
     @classmethod
-    def of(
+    def of_captured(
         cls, captured: Tensor, derived: Callable[[Tensor], Tensor], make: Callable[[Tensor], Change], places: str
     ) -> Indexed:
         """make: the change of a derived tensor."""

@@ -175,7 +175,7 @@ def _decay(
                 other, decay, under = _as_integer(nodes, nodes[other].inputs[0]), scores.log_decay, None
             if sign := _distance(found, other, lengths, under):
                 times = partial(operator.mul, -sign * factor)
-                return Indexed.of(found.tensors[int(nodes[one].value)], times, decay, "h")
+                return Indexed.of_captured(found.tensors[int(nodes[one].value)], times, decay, "h")
     return None
 
 
@@ -211,7 +211,7 @@ def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -
     if not 0 <= int(buckets.min()) <= int(buckets.max()) < table.shape[entries]:
         return None
     bucket = _bucket(buckets, lengths)
-    return Indexed.of(
+    return Indexed.of_captured(
         table, lambda x: sign * (x if entries == 1 else x.t()), lambda x: scores.relative(x, bucket), "h"
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ def _bias(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Ch
         return None
     of_keys = "k" in places and "q" not in places
     order, make = ("bhk", scores.key_bias) if of_keys else ("bhqk", scores.bias)
-    return Indexed.of(x, lambda x: sign * _in_order(x, places, order), make, _read(places))
+    return Indexed.of_captured(x, lambda x: sign * _in_order(x, places, order), make, _read(places))
 
 
 def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change | None:
@@ -248,7 +248,7 @@ def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change |
     x = None if not places or "k" in places else _of_lengths(found, node.inputs[1], places, lengths)
     if x is None:
         return None
-    return Indexed.of(x, lambda x: _in_order(x, places, "bhq"), scores.temperature, _read(places))
+    return Indexed.of_captured(x, lambda x: _in_order(x, places, "bhq"), scores.temperature, _read(places))
 
 
 def _entry(nodes: Sequence[Node], at: int) -> str:
