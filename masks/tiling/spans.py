@@ -81,7 +81,7 @@ def spans(
         is_col = np.zeros((col_blocks, block_k), dtype=np.bool_)
         if cols is not None:
             is_col.reshape(-1)[:k_len] = cols.numpy()
-        has_cols = is_col.any(1)
+        has_cols[:] = is_col.any(1)
         marked = np.flatnonzero(has_cols)
         of_key = bitmask.pack(torch.from_numpy(is_col)).numpy()  # [Mk, W]
         # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it.
@@ -138,14 +138,14 @@ def spans(
     number, first_of = _combinations(codes)
     found = []
     at_once = max(1, WORDS_AT_ONCE // (block_q * words_per_row))
-    for at in range(0, max(1, len(first_of)), at_once):
-        some = first_of[at : at + at_once]
+    for begun in range(0, max(1, len(first_of)), at_once):
+        some = first_of[begun : begun + at_once]
         a, corner = r[some], c[some, None] * block_k
-        made = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
+        bits = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
         if of_key is not None:
             seen = np.where(is_row[a][:, :, None], np.int32(full_word), of_key[c[some]][:, None, :])
-            made |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)
-        distinct, inverse = bitmask.deduplicate(torch.from_numpy(made))
+            bits |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)
+        distinct, inverse = bitmask.deduplicate(torch.from_numpy(bits))
         words.append(distinct.numpy())
         found.append(inverse.numpy() + 1 + offset)
         offset += len(distinct)
