@@ -338,7 +338,7 @@ def _longest_of(sizes: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[int
     A few times as long at most, so that few of its tiles are left out, unless it is short and has few parts. Different
     numbers of queries and keys have a mask of their own, because it begins at other positions.
     """
-    least = 10 if len(sizes) <= 16 else 0
+    least = 10 if len(sizes) <= 128 else 0  # below 1,024 tokens
     longest: dict[int, int] = {}
     for q_size, k_size in sizes:
         if q_size == k_size:

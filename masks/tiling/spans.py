@@ -102,10 +102,10 @@ def spans(
     indptr = starts_of(counts.sum(1))
     begin = indptr[:-1, None] + counts.cumsum(1) - counts - ranges_of[0]  # plus a place in `columns`: that in the list
     listed, kind = np.empty(indptr[-1], dtype=np.int32), np.zeros(indptr[-1], dtype=np.int32)
-    for _, places, some in ranges(ranges_of[0].reshape(-1), ranges_of[1].reshape(-1)):
-        listed[places] = columns[some]
+    for _, places, at in ranges(ranges_of[0].reshape(-1), ranges_of[1].reshape(-1)):
+        listed[places] = columns[at]
         if len(marked):
-            kind[places] = np.maximum(some - (col_blocks - 1), 0)
+            kind[places] = np.maximum(at - (col_blocks - 1), 0)
 
     # The other tiles are made: in a run those at its ends; outside of it those past the first limit of a block row,
     # and marked keys of marked queries.
@@ -117,8 +117,8 @@ def spans(
         alike = np.minimum((marked + 1) * block_k, k_len).searchsorted(whole, side="right")
         last_at = ranges_of[1, :, part].copy()
         last_at[busy] = -1
-        r, at = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
-        cut.append((r, marked[at - col_blocks], begin[r, part] + at))
+        r, c = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
+        cut.append((r, marked[c - col_blocks], begin[r, part] + c))
         number, c = columns_between(*ranges_of[:, busy, part])
         r = busy[number]
         kind[begin[r, part] + c] = number + 1 + len(marked)
