@@ -18,7 +18,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 from docs import notebooks
-from experiments.benchmarks.patterns import catalogue, gallery
+from experiments.benchmarks.patterns import catalogue
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = "docs/pages"
@@ -156,13 +156,16 @@ def with_thumbnails(markdown: str) -> str:
 @cache
 def patterns() -> dict[str, bytes]:
     """A picture of each pattern, as a PNG, by the name of its function."""
-    from matplotlib.image import imsave
+    from matplotlib.figure import Figure
 
     pictures = {}
     for each in catalogue.PATTERNS:
         if not each.is_variant:
-            mask = each.build(1024, 32)
-            imsave(file := BytesIO(), gallery.picture(mask, head=min(1, mask.shape[1] - 1)))
+            mask, figure = each.build(1024, 32), Figure(figsize=(2, 2))
+            axes = figure.add_axes((0, 0, 1, 1))
+            mask.plot(axes, heads=min(1, mask.shape[1] - 1), elements=True, legend=False)
+            axes.set_axis_off()
+            figure.savefig(file := BytesIO(), format="png", dpi=128)
             pictures[each.name] = file.getvalue()
     return pictures
 

@@ -1,5 +1,5 @@
 """Training runs and measurements with sparseflash; the library imports nothing from here.
 
-`training` is shared by all trainers. `lm`, `lra`, `pathx`, `pathfinder` and `selection` are tasks with their trainers,
-`benchmarks` measures the library, and `results` stores the findings.
+`training` is shared by all trainers, `benchmarks` measures the library, `results` stores the findings; the others are
+tasks with their trainers.
 """

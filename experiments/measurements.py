@@ -30,8 +30,6 @@ _OWN = ("run", "device", "driver", "date", "commit", "command")
 
 @dataclass(frozen=True)
 class Run:
-    """Where, when and how measurements were made: what a reader needs to repeat them."""
-
     device: str
     driver: str
     versions: dict[str, str]

@@ -37,7 +37,7 @@ class Explanation:
 
     `capability` is the compute capability of the GPU that the kernels were chosen for. `versions` is a note on the
     Hopper kernels if they were not measured with the installed Triton; otherwise None. `launcher` says what starts the
-    kernels on this machine: compiled C, or Python and why, which takes the host longer at every call.
+    kernels on this machine: compiled C, or Triton's launcher and why, which takes the host longer at every call.
     """
 
     backend: str
@@ -55,7 +55,7 @@ class Explanation:
             lines.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
         if self.versions is not None:
             lines.append(self.versions)
-        if self.launcher is not None and self.launcher.startswith("Python"):
+        if self.launcher is not None and self.launcher != "compiled C":
             lines.append(f"kernels are started by {self.launcher}")
         for name, chosen in (("forward", self.forward), ("backward", self.backward)):
             if chosen is not None:

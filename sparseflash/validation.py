@@ -92,6 +92,20 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
             f"mask must be for the lengths of q and k; it is for {mask.q_len} queries and {mask.k_len} keys, "
             f"got {q.shape[2]} and {k.shape[2]}.{advice}"
         )
+    check_patterns(mask, q, k)
+    if mask.lengths is not None and mask.lengths.shape[1] not in (1, q.shape[0]):
+        raise ValueError(
+            f"mask must have lengths for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it has "
+            f"{mask.lengths.shape[1]}."
+        )
+    if mask.indices.device != q.device and not any_device:
+        raise ValueError(
+            f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
+        )
+
+
+def check_patterns(mask: BlockMask, q: Tensor, k: Tensor) -> None:
+    """Raises ValueError unless the mask is for one batch element or all, and for one head or all."""
     batch, heads = mask.pattern.shape
     if batch not in (1, q.shape[0]):
         raise ValueError(
@@ -106,15 +120,6 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
             )
         raise ValueError(
             f"mask must be for {alternatives((1, q.shape[1]), 'head')}, as q has; it is for {heads}.{advice}"
-        )
-    if mask.lengths is not None and mask.lengths.shape[1] not in (1, q.shape[0]):
-        raise ValueError(
-            f"mask must have lengths for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it has "
-            f"{mask.lengths.shape[1]}."
-        )
-    if mask.indices.device != q.device and not any_device:
-        raise ValueError(
-            f"mask must be on q's device {q.device}; it is on {mask.indices.device}. Move it once: mask.to(q.device)."
         )
 
 

@@ -152,25 +152,11 @@ def small_blocks_of_dense_attention(monkeypatch):
 
 # The slowest files. They must not come last, or one worker of pytest-xdist is left alone with them.
 _LONG = (
-    "test_distributed_attention.py",
-    "test_compile.py",
-    "test_tile_bias.py",
-    "test_exactness.py",
-    "test_registration.py",
-    "test_lm_train.py",
-    "test_huggingface_benchmark.py",
-    "test_dropout.py",
-    "test_fuzz.py",
-    "test_hopper_scores.py",
-    "test_fused_backward_plan.py",
-    "test_hopper_backward.py",
-    "test_lm_compare.py",
-    "test_scores.py",
-    "test_passes.py",
-    "test_lra_train.py",
-    "test_lra_distributed.py",
-    "test_pathx_train.py",
-)
+    "test_distributed_attention.py", "test_compile.py", "test_tile_bias.py", "test_exactness.py",
+    "test_registration.py", "test_lm_train.py", "test_huggingface_benchmark.py", "test_dropout.py", "test_fuzz.py",
+    "test_hopper_scores.py", "test_fused_backward_plan.py", "test_hopper_backward.py", "test_lm_compare.py",
+    "test_scores.py", "test_passes.py", "test_lra_train.py", "test_lra_distributed.py", "test_pathx_train.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config, items):

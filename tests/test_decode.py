@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, clear_caches, masks, scores, testing
-from sparseflash.backends.cached import rows_of
 from sparseflash.backends.triton.decode import api
 from sparseflash.decode import attention_with_cache, choose_pages
 from sparseflash.scores.change import Scores
@@ -321,18 +320,6 @@ def test_windows_and_sinks_may_end_anywhere_in_a_tile(q_len):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"window": 30, "sinks": 3}])
-def test_pages_are_the_same_as_a_contiguous_cache(backend, options):
-    q = torch.randn(2, 4, 2, 16, generator=generator(0))
-    k, v = torch.randn(2, 2, 2, 128, 16, generator=generator(1))
-    (k_pages, v_pages), table = Case(**{**PLAIN.__dict__, "room": 128}).in_pages(k, v)
-    lengths = torch.tensor([128, 33])
-    contiguous = attention_with_cache(q, k, v, lengths, backend=backend, **options)
-    paged = attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, backend=backend, **options)
-    assert torch.equal(contiguous, paged)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31, 2**32, 2**32 + 1, 2**63 - 1, 1 - 2**32, -(2**63)])
 def test_numbers_of_64_bits_are_what_they_are(backend, number):
     """No number is cut to 32 bits."""
@@ -596,15 +583,6 @@ def test_queries_and_tables_that_are_copied_first_are_right_when_repeated():
         assert torch.equal(attention_with_cache(q, k, v, L, backend="triton"), expected)
         found = attention_with_cache(q, k_pages, v_pages, L, block_table=strided, backend="triton")
         assert torch.equal(found, expected)
-
-
-def test_rows_of_a_mask_are_those_of_the_dense_one():
-    mask = masks.per_head([masks.causal(70, block=16), masks.local(70, window=9, block=32)])
-    positions = torch.tensor([[0, 69], [17, 33]])
-    dense = mask.to_dense()[0]
-    found = rows_of(mask, positions)[..., :70]
-    for b in range(2):
-        assert torch.equal(found[b], dense[:, positions[b]])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

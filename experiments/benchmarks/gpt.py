@@ -109,7 +109,8 @@ class Models:
             return attention_over(self.mask(name).to(self.device), "sparseflash")
         if name == "sdpa":
             return attention_over(self.mask("sparseflash").to(self.device), "sdpa")
-        return flash_attention(self.case.window if name == "fa4-window" else None)
+        window = {"window_size": (self.case.window - 1, 0)} if name == "fa4-window" else {}
+        return flashattention4.call(causal=True, **window)
 
     def mask(self, name: str) -> Any:
         case = self.case
@@ -145,17 +146,6 @@ class Models:
 def gradient(weight: Tensor) -> Tensor:
     assert weight.grad is not None
     return weight.grad
-
-
-def flash_attention(window: int | None) -> Attention:
-    package = flashattention4.load()
-    bounds = {} if window is None else {"window_size": (window - 1, 0)}
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return package.attention(q, k, v, causal=True, **bounds)[0].transpose(1, 2)
-
-    return attend
 
 
 def hugging_face_model(model: LanguageModel) -> Any:

@@ -21,6 +21,8 @@ from experiments.benchmarks.speed.run import OURS, make_inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 # Dynamo cannot trace their kernels.
+CASES = "d*-dense,d*-causal,d*-butterfly,d*-local,d*-bigbird,d*-random12"
+TIMED = "flex,fa4,fa4-deterministic,sdpa-cudnn,sdpa-fa2"
 NOT_TRACED = ("fa4", "fa4-deterministic", "cudnn-sparse")
 
 
@@ -107,15 +109,9 @@ def ways_of(case: Case, peers: tuple[str, ...], device: torch.device, seed: int)
 
 @app.command()
 def layer(
-    cases: Annotated[
-        str, typer.Option(help="Comma-separated globs over the speed benchmark's names of cases.")
-    ] = "d*-dense,d*-causal,d*-butterfly,d*-local,d*-bigbird,d*-random12",
-    peers: Annotated[
-        str, typer.Option(help="Comma-separated; none: ours alone.")
-    ] = "flex,fa4,fa4-deterministic,sdpa-cudnn,sdpa-fa2",
-    length: Annotated[
-        int | None, typer.Option(help="Tokens, with two heads and blocks of 32: a trial.", show_default="of the case")
-    ] = None,
+    cases: Annotated[str, typer.Option(help="Globs over the names of the cases of `speed`.")] = CASES,
+    peers: Annotated[str, typer.Option(help="With commas; none: ours alone.")] = TIMED,
+    length: Annotated[int | None, typer.Option(help="Tokens, in blocks of 32.", show_default="the case's")] = None,
     rounds: Rounds = 3,
     device: Device = "cuda",
     out: Out = Path("runs/layer"),
@@ -127,11 +123,7 @@ def layer(
     RMSNorm, projections, attention, an MLP four times as wide, bf16 weights, 16,384 tokens of 2,048 channels. The
     gradients that come through attention are compared with ours first. An estimated ten minutes of an H100.
     """
-    try:
-        names = named(peers, [name for name in PEERS if name != "flex-autotune"])
-        chosen = select(cases)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure)) from None
+    names, chosen = named(peers, [name for name in PEERS if name != "flex-autotune"]), select(cases)
     if device == "cpu" and length is None:
         raise typer.BadParameter("--device cpu must have a small --length, such as 256.")
     bench = Bench.start("layer", device, commit, out, seed=seed, rounds=rounds, round_ms=200.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -16,17 +17,11 @@ from experiments.benchmarks.fresh_process import answer_of
 from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen, passes
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import first_call
-from experiments.measurements import ratio
 from sparseflash import BlockMask, attention, interop, masks, scores
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# Aimed time relative to plain attention.
-TARGETS = {
-    "alibi": 1.05, "fixed_alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25,
-    "tile_bias": 1.25,
-}  # fmt: skip
-NAMES = (*TARGETS, "function")
+NAMES = ("alibi", "fixed_alibi", "softcap", "sink", "table", "key_bias", "bias", "tile_bias", "function")
 
 
 @dataclass(frozen=True)
@@ -166,18 +161,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     case: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
     flex: Annotated[bool, typer.Option("--flex", help="Time FlexAttention with the same score_mod, too.")] = False,
-    first: Annotated[
-        bool,
-        typer.Option(
-            "--first", help="Instead: seconds until the first result of each case, in new processes with empty caches."
-        ),
-    ] = False,
+    first: Annotated[bool, typer.Option("--first", help="Instead: seconds of first calls, caches empty.")] = False,
     length: Annotated[int, typer.Option(help="Tokens.")] = 8192,
     heads: Annotated[int, typer.Option(help="Heads of one batch element.")] = 16,
     dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
-    backend: Annotated[
-        str, typer.Option(help="auto: the kernels that attention() takes; triton: the portable ones; hopper: those.")
-    ] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, triton (the portable kernels) or hopper.")] = "auto",
     rounds: Rounds = 5,
     device: Device = "cuda",
     commit: Commit = None,
@@ -192,15 +180,13 @@ def main(
     chosen("--backend", [backend], BACKENDS)
     bench = Bench.start("scores", device, commit, out, rounds=rounds, round_ms=30.0)
     sizes, libraries = Sizes(length, heads, dim, device, backend), (OURS, FLEX) if flex else (OURS,)
+    ways = Ways(sizes)
     if first:
-        for name in names:
-            for library in libraries:
-                _first_use(bench, name, library, sizes)
+        for name, library in product(names, libraries):
+            _first_use(bench, name, library, sizes)
     else:
-        _times(bench, names, libraries, Ways(sizes), {"heads": heads, "tokens": length})
-    bench.finish()
-    for line in over_plain(bench):
-        print(line)
+        _times(bench, names, libraries, ways, {"heads": heads, "tokens": length})
+    bench.finish(over=f"{ways.ours}-{PLAIN}")
 
 
 def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Ways, settings: dict[str, object]) -> None:
@@ -226,18 +212,6 @@ def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
     except RuntimeError as failure:
         bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
     bench.save()
-
-
-def over_plain(bench: Bench) -> list[str]:
-    lines = []
-    for each in bench.measurements:
-        _, _, case, what = each.name.split("/")[:4]
-        if each.way.endswith(f"-{PLAIN}"):
-            times = ratio(bench.measurements, each.name.removesuffix(f"-{PLAIN}"), each.name)
-            aim = f", wanted {TARGETS[case]:.2f}" if case in TARGETS else ""
-            noise = "" if times.spread is None else f" (spread {times.spread:.3f})"
-            lines.append(f"{case}, {what}: {times.value:.3f} over plain{noise}{aim}")
-    return lines
 
 
 if __name__ == "__main__":

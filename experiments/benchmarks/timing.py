@@ -133,7 +133,6 @@ def host_microseconds(call: Callable[[], object], device: torch.device, *, count
 def _by_turns(
     calls: Mapping[str, Timed], rounds: int, series: Callable[[Callable[[], object]], list[float]]
 ) -> dict[str, Timing]:
-    """A call that fails is not called again."""
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):
         for name, timed in calls.items():

@@ -1,5 +1,3 @@
-"""Entry point of ``python -m experiments.lm``."""
-
 import os
 
 if __name__ == "__main__":

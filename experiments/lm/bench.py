@@ -1,4 +1,4 @@
-"""Tokens/s, MFU and memory of whole training steps on random tokens: forward, backward, clipping and AdamW, in bf16.
+"""Tokens/s, MFU and memory of whole training steps on random tokens, in bf16.
 
 Rows of one model and context share weights, optimiser and compiled code, and take turns.
 """

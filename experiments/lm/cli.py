@@ -94,8 +94,7 @@ def corpus(
 ) -> None:
     """Make a corpus from text on this machine: find files, drop copies, split, tokenise.
 
-    Each text is taken once; near copies are kept. The hash of a file's text decides whether it trains or validates. So
-    both parts share no file and no copy, and a file has the same role in every corpus.
+    Each text is taken once; near copies are kept. The hash of a file's text decides whether it trains or validates.
     """
     with short_errors():
         if megabytes is not None and not 0 < megabytes < float("inf"):
@@ -161,7 +160,7 @@ def show_command(
 ) -> None:
     """Compare runs: a table, and plots of loss over minutes and tokens, of speed, and of loss by position.
 
-    For the folder of a measurement by `bench`: plots of tokens/s, MFU and memory over the context.
+    For the folder of a measurement by `bench`: tokens/s, MFU and memory over the context.
     """
     with short_errors():
         if len(runs) == 1 and (runs[0] / "bench.json").is_file():
@@ -257,8 +256,8 @@ def test_command(
 ) -> None:
     """Test a finished run on the texts of other authors: loss, by position, and whether the far context is used.
 
-    The probe repeats a passage, and looks for names, that were read 512 to 49,152 tokens before, and compares the loss
-    with the loss of the same tokens after a context without the first occurrence.
+    The probe repeats passages and looks for names that were read 512 to 49,152 tokens before, and compares the loss
+    with a context without them.
     """
     with short_errors():
         require_single_process("test")
@@ -294,10 +293,10 @@ def compare_command(
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
     record: Record = None,
 ) -> None:
-    """Train runs with different attention, one after the other, and compare their losses.
+    """Train runs with different attention, one after the other, and compare their losses after equal minutes, after
+    equal tokens, and by position in the context.
 
-    Compares losses after equal minutes of training, after equal tokens, and by position in the context. The same
-    command resumes a paused comparison and keeps complete runs.
+    The same command resumes a paused comparison and keeps complete runs.
     """
     with short_errors():
         require_single_process("compare")

@@ -51,7 +51,7 @@ def configs_of(
     seeds: Sequence[int] = (0,),
     tuned: Mapping[Case, float] | None = None,
 ) -> dict[str, Config]:
-    """The settings of every run, by name: each case with each learning rate and each seed.
+    """The settings of every run, by name.
 
     rates: peaks of the learning rate; none: the preset's. tuned: instead of them, the peak of each case.
     """

@@ -1,4 +1,4 @@
-"""Losses on validation text: their mean, and the mean at each position of the context."""
+"""Losses on validation text: their mean, and by position in the context."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Does a model use the far context? Losses on held-out text where a sentence, or a name, was read long before.
+"""Does a model use the far context? Losses on held-out text where a sentence or a name was read long before.
 
-sentence: a passage of the same text, `distance` tokens back, is repeated at the end of the context. A model that sees
-    it reads the repetition almost for free.
+sentence: a passage of the same text, `distance` tokens back, is repeated at the end of the context.
 name: a word of several tokens that begins with a capital occurs again, `distance` tokens after its first occurrence.
 
 The control has the same tokens at the end and other tokens in the place of the first occurrence, so the difference is

@@ -1,4 +1,4 @@
-"""A finished run tested on texts that neither trained it nor chose its settings: loss, by position, far context."""
+"""A finished run tested on texts that neither trained it nor chose its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train a language model, validate it, and write its loss at each position of the context.
+"""Train a language model and validate it.
 
 Besides the files of every run it writes metrics.json, run.png, positions.csv and tokenizer.json.
 """
@@ -138,7 +138,7 @@ class Run(Trainer[Batch]):
         with reading(path, f"a file of an {KIND} with its settings and its steps"):
             before = Config(**about["config"])
             tokens = int(about["steps"]) * before.batch * before.context
-        # Layers that choose have weights that a model without them does not have. They begin as they are made.
+        # Layers that choose have weights that a model without them does not have.
         new = {name for name in own if ".choosing." in name and name not in found}
         own = {name: tensor for name, tensor in own.items() if name not in new}
         alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}

@@ -1,5 +1,3 @@
-"""Entry point of ``python -m experiments.lra``."""
-
 import os
 
 if __name__ == "__main__":

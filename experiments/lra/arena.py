@@ -1,10 +1,9 @@
-"""The rows of the arena's table: each task with each mask and each seed, one run after the other.
+"""The rows of the arena's table: each task with each mask and each seed.
 
 <out>/<preset>/<task>-<mask>/seed<n>/   a run, without its checkpoint when it is complete: at most 15 MiB
 <out>/.../seed<n>-hidden/               its self-pretraining, if there is any: hidden tokens of the training inputs
 
-The same call goes on where the last one stopped. Runs of the first seed come first, so that every row has a figure
-before any has two.
+Runs of the first seed come first, so that every row has a figure before any has two.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ class Baseline:
 
 
 def baselines(data: Data) -> list[Baseline]:
-    """The baselines of the data: the majority class; for ListOps the best answer given the root operator (the first
-    token); for generated Pathfinder the best answers given the dots and the dashes below them. Then models without
-    attention, if their accuracies on these splits are stored.
+    """The majority class; for ListOps the best answer given the root operator (the first token); for generated
+    Pathfinder the best given the dots and the dashes below them; and models without attention with stored accuracies on
+    these splits.
     """
     found = [majority(data)]
     if data.task.name == "listops":

@@ -1,5 +1,4 @@
-"""The command line: options only. session.py, evaluate.py, generator.py, demo.py and table/ implement the commands;
-rows_cli.py has those of the arena's rows."""
+"""The command line: options only."""
 
 from __future__ import annotations
 
@@ -18,23 +17,26 @@ from experiments.lra.find_data import DATA, find_data, generated
 from experiments.lra.presets import PRESETS
 from experiments.lra.report import print_evaluated, print_result, print_summary, print_table
 from experiments.lra.session import Session
+from experiments.lra.shipped import shipped
 from experiments.lra.table import run as table
 from experiments.lra.table.report import all_right, summary
 from experiments.lra.table.run import Options as TableOptions
 from experiments.lra.table.shapes import FIVE, VARIANTS
-from experiments.lra.tasks import load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
 from experiments.lra.weights import store
+from experiments.measurements import add_seed, current_run
 from experiments.training import series, tensor_files, tensorboard
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, process_group, require_single_process
 from experiments.training.environment import command_line
 from experiments.training.options import (
+    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
+    Record,
     Resume,
     TensorBoard,
     command_group,
@@ -53,7 +55,6 @@ console = Console()
 
 
 def count_option(name: str) -> Any:
-    """An option of `generate`, with the help text of the same setting of `train`."""
     return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
 
 
@@ -155,8 +156,12 @@ app.command("record")(rows_cli.record_command)
 def test_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     data: Annotated[
-        Path, typer.Option(help="Folder with the task's files, released or generated; the test split is used.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Folder with the task's files, released or generated; the test split is used.",
+            show_default=f"for ListOps: generated as needed, below {DATA}",
+        ),
+    ] = None,
     difficulty: Annotated[str | None, typer.Option(help=HELP["difficulty"], show_default="the run's")] = None,
     split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
     mask: Annotated[
@@ -171,11 +176,12 @@ def test_command(
     out: Annotated[
         Path | None, typer.Option(help="JSON file to write.", show_default="<run>/tests/<name of the data>.json")
     ] = None,
+    record: Record = None,
 ) -> None:
     """Test a finished run again: on more examples, on paths of other lengths, by subset.
 
-    Generated Pathfinder images are grouped by the distance of their markers, ListOps by the root operator, beside the
-    baselines. Another split of the training data is refused.
+    By the distance of the markers in generated Pathfinder, by root operator in ListOps, beside the baselines. Another
+    split of the training data is refused.
     """
     with short_errors():
         require_single_process("test")
@@ -185,12 +191,15 @@ def test_command(
         chosen = {name: value for name, value in chosen.items() if value is not None}
         check_used(config, chosen, masks=(config.mask,), given_data=True)
         config = replace(config, **chosen)
-        found_data = load(config.task, data, config.data)
+        found_data = find_data(config, data, console)
         with counting_bar(console, "Testing", min(examples or len(found_data.test), len(found_data.test))) as progress:
             found = evaluate.evaluate(weights, model, config, about, found_data, first=examples, progress=progress)
         path = out or tensor_files.folder_of(weights) / "tests" / f"{found_data.folder.stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
+        if record is not None:
+            command = command_line("experiments.lra", without=(*LOCAL, "--data"))
+            add_seed(record, current_run(place, command, seed=config.seed), [evaluate.measurement(found)])
     print_evaluated(console, found, path)
 
 
@@ -199,12 +208,26 @@ def store_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     out: Annotated[Path, typer.Option(help="Folder for the file.")],
     bits: Annotated[int, typer.Option(help="16: half precision; 8: matrices in whole numbers, a scale a row.")] = 16,
+    figure: Annotated[
+        str | None,
+        typer.Option(help="Name of the run's stored accuracy, for the file to say.", show_default="none"),
+    ] = None,
 ) -> None:
     """Write a run's weights in half precision or in 8 bits, to be kept beside its accuracy; `test` reads them."""
     with short_errors():
         require_single_process("store")
-        path = store(weights, out, bits)
+        path = store(weights, out, bits, figure)
     console.print(f"{path}: {path.stat().st_size:,} bytes", soft_wrap=True)
+
+
+@app.command("models")
+def models_command() -> None:
+    """List the models in experiments/weights: the accuracy of each run, and the command that tests its weights."""
+    with short_errors():
+        for each in shipped():
+            console.print(f"{each.task}, {each.bytes:,} bytes, {each.accuracy:.2f} %: {each.figure}", soft_wrap=True)
+            console.print(f"    {each.command}", markup=False, highlight=False, soft_wrap=True)
+        console.print("Models for Path-X and Path-256 are beside them: python -m experiments.pathx evaluate MODEL")
 
 
 @app.command("generate")
@@ -271,10 +294,10 @@ def table_command(
     ] = "cuda",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """The paper's table: accuracies of finished runs, and training speed beside standard attention.
+    """The paper's table: accuracies of finished runs, and training speed beside standard attention at the shapes of
+    five tasks.
 
-    Times the training step of one model at the shape of each of the five tasks, with standard attention, PyTorch's
-    attention and sparseflash, in turns. Variants that differ from fp64 are not timed.
+    Variants that differ from fp64 are not timed.
     """
     with short_errors():
         require_single_process("table")
@@ -294,7 +317,6 @@ def table_command(
 
 
 def default_name(config: Config, *, series: bool = False) -> str:
-    """The folder name of a run (task, mask and seed), or of a series of runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     other = "" if config.attention == "sparseflash" else f"{config.attention}-"
     other += "" if config.objective == "classify" else f"{config.objective}-"

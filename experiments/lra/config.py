@@ -167,7 +167,6 @@ class Config(RunSettings):
             self._check_shared_sequences()
 
     def _check_images(self) -> None:
-        """Raises ValueError for settings of images that the task or other settings do not allow."""
         if TASKS[self.task].side is None and (self.background == "drop" or self.positions == "rotary2d"):
             raise ValueError(f"background=drop and positions=rotary2d are for images; the task is {self.task}")
         if TASKS[self.task].side is None:

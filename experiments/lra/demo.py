@@ -1,4 +1,4 @@
-"""The demo: draw four masks, train with each, check each for exactness, and compare them in a table."""
+"""The demo: draw four masks, train with each, and check each for exactness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests a finished run on its own or other data, and reports accuracies by subset."""
+"""Tests a finished run, and reports accuracies by subset."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from experiments.lra.model.classifier import Classifier
 from experiments.lra.model.masks import NAMES
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Data, Kinds
+from experiments.measurements import Measurement, slug
 from experiments.training import tensor_files
 from experiments.training.environment import command_line, device_name, versions
 from experiments.training.fingerprint import check_disjoint, sha256
@@ -36,7 +37,7 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
     """The classifier of a finished run, its settings, and the description in its file.
 
     path: the run's folder, or its model.safetensors.
-    mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run.
+    The mask is required if it is a function, because the file then names code to run.
     """
     found, about = weights.read(path)
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
@@ -75,7 +76,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
-    path, model, config, about: from `opened`.
     first: test this many examples, the first ones; None: all.
     progress: called with the number of tested examples.
 
@@ -96,9 +96,11 @@ def evaluate(
         "objective": config.objective,
         "token_labels": about["cost"].get("token_labels", False),
         "test_examples": len(right),
+        "of_examples": len(data.test),
         "test_accuracy": accuracy,
         "error": sqrt(accuracy * (1 - accuracy) / len(right)),  # the standard error
         "accuracy_of_run": about.get("test_accuracy"),  # on the run's own test split
+        "figure": about.get("figure"),
         "test_loss": loss,
         "baselines": [asdict(rule) for rule in baselines(data)],
         "kinds": None if data.kinds is None else by_kind(data.kinds(), right),
@@ -109,6 +111,23 @@ def evaluate(
         "device": device_name(device),
         "versions": versions(),
     }
+
+
+def measurement(found: dict[str, Any]) -> Measurement:
+    """A test as a measurement, named after the stored accuracy of the run; its spread is its standard error."""
+    figure = found["figure"] or f"lra/{found['task']}/accuracy/{slug(found['mask'])}"
+    settings = {
+        "examples": found["test_examples"],
+        "of": found["of_examples"],
+        "spread": "standard error of one test",
+        "accuracy_of_run": found["accuracy_of_run"] and 100 * found["accuracy_of_run"],
+        "figure": found["figure"],
+        "weights": found["weights"],
+        "data": found["data"]["origin"],
+    }
+    accuracy = found["test_accuracy"]
+    spread = found["error"] / accuracy if accuracy else None
+    return Measurement(figure.replace("/accuracy/", "/tested-again/"), 100 * accuracy, spread, "%", settings)
 
 
 @torch.inference_mode()
@@ -132,7 +151,6 @@ def answers(
 
 
 def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
-    """Accuracies by group, with the rules' accuracies, for groups with examples."""
     groups = []
     for number, name in enumerate(kinds.names):
         chosen = right[torch.from_numpy(kinds.of_test[: len(right)] == number)]

@@ -1,4 +1,4 @@
-"""Attention on a model's tensors, compared with dense attention in fp64.
+"""Attention on a model's tensors beside dense fp64.
 
 The tolerance is twice the error of a plain dense implementation in the tensors' dtype.
 """

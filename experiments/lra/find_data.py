@@ -6,7 +6,7 @@ from rich.console import Console
 
 from experiments.lra.config import Config
 from experiments.lra.data.listops.generator import LABEL, Settings, generate
-from experiments.lra.tasks import load
+from experiments.lra.tasks import advice, load
 from experiments.lra.tasks.task import Data
 from experiments.training.progress_bar import counting_bar
 from experiments.training.workers import available_cores
@@ -25,6 +25,5 @@ def generated(settings: Settings, parent: Path, console: Console, workers: int |
 def find_data(config: Config, folder: Path | None, console: Console) -> Data:
     """Nothing is generated into a user's folder: who wants the released files must not receive others."""
     if folder is None and config.task != "listops":
-        made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""
-        raise ValueError(f"the task {config.task} needs --data, the folder with its files{made}")
+        raise ValueError(f"the task {config.task} needs --data, its files: {advice(config.task)}")
     return load(config.task, generated(config.generator, DATA, console) if folder is None else folder, config.data)

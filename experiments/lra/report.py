@@ -44,8 +44,7 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
-    source = "generated data" if found["generated_data"] else "released data"
-    table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
+    table = Table(title=f"{found['task']} ({found['data']['origin']}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
         table.add_column(column, justify="left" if not column else "right")
     accuracy = f"{found['test_accuracy']:.3f} ± {found['error']:.3f}"
@@ -63,6 +62,8 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
         console.print(table)
     if found["accuracy_of_run"] is not None:
         console.print(f"The run itself, on its own test split: {found['accuracy_of_run']:.3f}")
+    if found["figure"] is not None:
+        console.print(f"Its stored figure: {found['figure']}", soft_wrap=True)
     if found["trained_on"] is None:
         console.print("[yellow]Its file does not say what it was trained on:[/yellow] see that it was nothing of this.")
     console.print(f"Written to {path}", soft_wrap=True)

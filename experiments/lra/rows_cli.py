@@ -1,5 +1,3 @@
-"""The commands of the arena's rows: `arena`, `no-attention` and `record`."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -62,7 +60,7 @@ def arena_command(
 ) -> None:
     """The arena's rows: train each task with each mask and seed, and print the table of all runs in --out.
 
-    The same call goes on where the last one stopped. With --minutes all runs take equal time, with --steps equal steps.
+    With --minutes all runs take equal time, with --steps equal steps.
     """
     with short_errors():
         require_single_process("arena")
@@ -86,7 +84,6 @@ def arena_command(
 
 
 def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
-    """The paths of `TASK=PATH` by task."""
     found = dict(text.partition("=")[::2] for text in texts)
     for task, path in found.items():
         if task not in TASKS or not path:
@@ -114,7 +111,7 @@ def no_attention_command(
     device: Device = "auto",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """Fit models without attention to the arena's tasks, as baselines: what needs none of it."""
+    """Fit models without attention to the arena's tasks, as baselines."""
     with short_errors():
         place, places, found = find_device(device), paths_of_tasks(data or []), []
         run = current_run(place, command_line("experiments.lra", without=(*LOCAL, "--data")), commit=commit)
@@ -132,10 +129,7 @@ def record_command(
     record: Annotated[Path, typer.Option(help="File of measurements to write.")],
     commit: Annotated[str, typer.Option(help="The runs' commit.")],
 ) -> None:
-    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps.
-
-    Beside the record, table.md shows those of all records in its folder.
-    """
+    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps."""
     with short_errors():
         require_single_process("record")
         write_record(record, run_of_runs(runs, commit), of_accuracies(collect(runs)))

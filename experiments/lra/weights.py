@@ -1,4 +1,4 @@
-"""The tested weights of a run, in files below 15 MiB, and their use as initial weights."""
+"""The tested weights of a run, in files below 15 MiB."""
 
 from __future__ import annotations
 
@@ -55,8 +55,11 @@ def save(
     tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
 
 
-def store(path: Path, folder: Path, bits: int = 16) -> Path:
-    """Weights to be kept: rounded to fp16, half the bytes, or in 8 bits. Raises ValueError for other files."""
+def store(path: Path, folder: Path, bits: int = 16, figure: str | None = None) -> Path:
+    """Weights to be kept: rounded to fp16, half the bytes, or in 8 bits. Raises ValueError for other files.
+
+    figure: the name of the run's stored accuracy, for the file to say.
+    """
     if bits not in (8, 16):
         raise ValueError(f"bits must be 8 or 16; got {bits}")
     tensors, about = read(path)
@@ -70,7 +73,7 @@ def store(path: Path, folder: Path, bits: int = 16) -> Path:
             kept |= in_bytes(name, each)
         else:
             kept[name] = each.half()
-    tensor_files.write(stored, kept, about)
+    tensor_files.write(stored, kept, about if figure is None else {**about, "figure": figure})
     return stored
 
 

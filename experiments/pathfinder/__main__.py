@@ -1,5 +1,3 @@
-"""Entry point of ``python -m experiments.pathfinder``."""
-
 if __name__ == "__main__":
     from experiments.pathfinder.cli import app
 

@@ -1,5 +1,3 @@
-"""Accuracy by the distance of the markers, compared with rules that trace nothing."""
-
 from __future__ import annotations
 
 from typing import Any

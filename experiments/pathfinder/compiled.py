@@ -1,5 +1,3 @@
-"""Compilation of this package's functions with numba."""
-
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""A random number generator that is the same on every machine and with every library version.
+"""Random numbers that are the same on every machine and with every library version.
 
 SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014): a state and an odd increment for
 every image.

@@ -1,8 +1,7 @@
-"""Other strokes: images of the same question from two further generators of this project's own.
+"""Other strokes: images of the same question from two further generators.
 
-The original's description is kept: two long dashed curves that do not touch, short distractors, two discs that mark the
-ends of one curve or of both. Nothing else is shared with the original or with this project's copy of it: curves are
-drawn in real numbers, not on a grid of stamps, with other dashes, gaps, widths, caps, bends and markers.
+Only the original's description is shared: curves are drawn in real numbers, not on a grid of stamps, with other dashes,
+gaps, widths, caps, bends and markers.
 
 second    round caps, dashes that bend with their curve, smooth bends, dashes and gaps of one length in an image
 third     square caps, straight dashes of different lengths and brightness, zigzag; only for testing
@@ -61,8 +60,6 @@ _KINDS = {name: 1 + number for number, name in enumerate(STYLES)}  # keeps their
 
 
 class Stroked(NamedTuple):
-    """An image, its label as in `Drawing`, and the number of markers on the curve of each pixel (see owners.py)."""
-
     image: NDArray[np.uint8]
     label: int
     markers: NDArray[np.float64]  # [2, (y, x)]

@@ -1,5 +1,3 @@
-"""`python -m experiments.pathx`."""
-
 from experiments.pathx.cli import app
 
 if __name__ == "__main__":

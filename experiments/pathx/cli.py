@@ -61,6 +61,7 @@ from experiments.training.session import pausing, train_shown
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathx")
 RESULTS = Path("experiments/results/pathx")
+WEIGHTS = Path("experiments/weights")
 
 app = command_group("LRA-parameter generated Path-X and Path-256 with block-sparse attention.")
 console = Console()
@@ -122,7 +123,7 @@ def train(
 ) -> None:
     """Train a model through a curriculum on fresh images, and write its averaged weights.
 
-    Training seeds are disjoint from the test sets'. Minutes and images count all sessions of a run.
+    Minutes and images count all sessions of a run.
     """
     until = deadline(pause_after)
     with short_errors():
@@ -318,7 +319,7 @@ def table_command(
 ) -> None:
     """The table of results, beside published systems."""
     with short_errors():
-        text = tables.markdown(tables.rows(folders or [RESULTS, RUNS]))
+        text = tables.markdown(tables.rows(folders or [RESULTS, WEIGHTS, RUNS]))
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     say(text)
@@ -328,9 +329,9 @@ def table_command(
 def plot_command(
     out: Annotated[Path, typer.Option(help="Picture to write.")] = RESULTS / "images.png",
 ) -> None:
-    """Plot accuracy over images seen, of every stored run on Path-X from class labels: transformers and the U-Net."""
+    """Plot accuracy over images seen, of every stored run on Path-X from class labels."""
     with short_errors():
-        found = images_plot.curves(RESULTS)
+        found = images_plot.curves(RESULTS, WEIGHTS)
         images_plot.plot(found, out)
     for each in found:
         tested = "-" if each.tested is None else f"{100 * each.tested:.2f} %"
@@ -356,7 +357,7 @@ def probe(
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
-    """Tokens and images a second of training steps, by size and masks. Prints each case when measured."""
+    """Tokens and images a second of training steps, by size and masks."""
     begun = time.perf_counter()
     found: list[dict[str, Any]] = []
     with short_errors():

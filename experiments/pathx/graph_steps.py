@@ -1,6 +1,6 @@
 """Training steps on packings, as one CUDA graph where possible.
 
-The graph contains masks, losses, gradients and clipping. The optimiser's step stays outside: its learning rate changes.
+The optimiser's step stays outside: its learning rate changes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Accuracy on Path-X over the images that a model has seen, every stored run from class labels.
 
-Lines are accuracies on held-out images while the last stage trains; dots are final accuracies on 20,000 test images.
-Images of shorter paths and smaller sizes count, because the models learned from them.
+Lines: held-out images while the last stage trains; dots: 20,000 test images. Images of shorter paths and smaller sizes
+count, because the models learned from them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.pathx.table import found_below
 from experiments.training.reading import reading
 
 # What a run's name says: one colour each, and all seeds are drawn.
@@ -48,20 +49,14 @@ def kind_of(name: str) -> str | None:
     return next((kind for kind in KINDS if name == kind or name.startswith(f"{kind}-seed")), None)
 
 
-def curves(folder: Path) -> list[Curve]:
+def curves(folder: Path, *others: Path) -> list[Curve]:
+    """Of the runs of a folder; others: folders with results of these runs, too."""
     path = folder / "curves.jsonl"
+    notes = {name: note for place in (folder, *others) for name, note in found_below(place)}
     with reading(path, "the curves of stored runs"):
         found = [json.loads(line) for line in path.read_text().splitlines()]
-    made = [curve(each, kind, note_of(folder, each["name"])) for each in found if (kind := kind_of(each["name"]))]
+    made = [curve(each, kind, notes.get(each["name"], {})) for each in found if (kind := kind_of(each["name"]))]
     return sorted(made, key=lambda each: (list(KINDS).index(each.kind), each.name))
-
-
-def note_of(folder: Path, name: str) -> dict[str, Any]:
-    for path in (folder / "runs" / f"{name}.json", folder / name / "model.json"):
-        if path.is_file():
-            found: dict[str, Any] = json.loads(path.read_text())
-            return found
-    return {}
 
 
 def curve(run: Mapping[str, Any], kind: str, note: Mapping[str, Any]) -> Curve:

@@ -48,12 +48,15 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The runs with results by name. Shipped weights name their run; `shipped` is their folder."""
     found = []
     for path in sorted(folder.rglob("*.json")):
         with reading(path, "JSON, as all such files where models lie"):
             values = json.loads(path.read_text())
         if isinstance(values, dict) and "sha256" in values and values.get("results"):
-            found.append((path.parent.name if path.stem == "model" else path.stem, values))
+            name = path.parent.name if path.stem == "model" else path.stem
+            shipped = {"shipped": path.parent.name} if "run" in values else {}
+            found.append((values.get("run", name), {**values, **shipped}))
     return sorted(found, key=lambda each: each[0])
 
 
@@ -89,7 +92,6 @@ def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcu
 
 
 def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
-    """Ours, one row for each model and background; small 2-D CNNs; published results."""
     ours = []
     for folder in folders:
         for name, note in found_below(folder):
@@ -100,9 +102,9 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                     if kind == background and contour == "14":
                         tested[size] = found
                 if tested:
-                    ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
-    ours.sort(key=lambda each: each[0])  # otherwise by name
-    return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
+                    ours.append((of_model(note)["labels"] != 0.0, name, row_of(name, note, background, tested)))
+    ours.sort(key=lambda each: each[:2])
+    return [HEAD, *(row for *_, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
@@ -119,7 +121,8 @@ def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, d
         positions = {"plane": "2-D rotary", "line": "1-D rotary"}[found.get("positions", "plane")]
         attention = [positions, orders(found["layers"]), found["layers"]]
     return [
-        f"ours: {name}", *(accuracies.get(str(size), "-") for size in SIZES),
+        f"ours: {name}" if "shipped" not in note else f"ours: [{name}](../../weights/{note['shipped']})",
+        *(accuracies.get(str(size), "-") for size in SIZES),
         f"class, {supervision}" if supervision else "class",
         left_out if background == "drop" else "kept",
         *attention,
@@ -143,7 +146,7 @@ def markdown(lines: list[list[str]]) -> str:
         "curriculum. The columns from labels to images state the help that each system had. `class`: the answer only.",
         "`pixel labels`: the number of markers on each pixel's curve. `kept`: all pixels are tokens. Our rows without",
         "pixel labels come first. Published figures are on the arena's files, with the columns that the papers state.",
-        "\\* quoted by others, not read in the paper.",
+        "\\* quoted by others, not read in the paper. A link leads to the weights.",
         "",
         "| " + " | ".join(lines[0]) + " |",
         "|" + "---|" * len(lines[0]),

@@ -1,5 +1,3 @@
-"""The speed of training steps by size and masks."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""The command: trains every model and writes the table, the picture and the numbers."""
-
 from __future__ import annotations
 
 import sys

@@ -20,8 +20,7 @@ class Batch(NamedTuple):
 class Recall:
     """The last `queries` of `tokens` tokens ask for values of earlier ones.
 
-    The queries of a block ask for tokens in `spread` blocks, as neighbours in a text often need the same passages. Keys
-    are unique.
+    The queries of a block ask for tokens in `spread` blocks, as neighbours in a text often need the same passages.
     """
 
     tokens: int = 256

@@ -1,5 +1,3 @@
-"""The learning rate over a run, as a factor of its peak."""
-
 from __future__ import annotations
 
 import math

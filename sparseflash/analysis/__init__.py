@@ -10,40 +10,15 @@ and lengths, and run on the CPU, in time and memory proportional to the live til
 bit matrix.
 """
 
-from sparseflash.analysis.balance import Balance as Balance
-from sparseflash.analysis.balance import Load as Load
-from sparseflash.analysis.balance import Spread as Spread
-from sparseflash.analysis.balance import balance as balance
-from sparseflash.analysis.coarsening import Coarsening as Coarsening
-from sparseflash.analysis.coarsening import coarsening as coarsening
-from sparseflash.analysis.density import Density as Density
-from sparseflash.analysis.density import density as density
-from sparseflash.analysis.flops import Flops as Flops
-from sparseflash.analysis.flops import flops as flops
-from sparseflash.analysis.lint import Finding as Finding
-from sparseflash.analysis.lint import lint as lint
-from sparseflash.analysis.reach import diameter as diameter
-from sparseflash.analysis.reach import layers_to_full_reach as layers_to_full_reach
-from sparseflash.analysis.reach import reach as reach
-from sparseflash.analysis.traffic import Traffic as Traffic
-from sparseflash.analysis.traffic import bytes_moved as bytes_moved
+from sparseflash.analysis.balance import Balance, Load, Spread, balance
+from sparseflash.analysis.coarsening import Coarsening, coarsening
+from sparseflash.analysis.density import Density, density
+from sparseflash.analysis.flops import Flops, flops
+from sparseflash.analysis.lint import Finding, lint
+from sparseflash.analysis.reach import diameter, layers_to_full_reach, reach
+from sparseflash.analysis.traffic import Traffic, bytes_moved
 
 __all__ = [
-    "Balance",
-    "Coarsening",
-    "Density",
-    "Finding",
-    "Flops",
-    "Load",
-    "Spread",
-    "Traffic",
-    "balance",
-    "bytes_moved",
-    "coarsening",
-    "density",
-    "diameter",
-    "flops",
-    "layers_to_full_reach",
-    "lint",
-    "reach",
-]
+    "Balance", "Coarsening", "Density", "Finding", "Flops", "Load", "Spread", "Traffic", "balance", "bytes_moved",
+    "coarsening", "density", "diameter", "flops", "layers_to_full_reach", "lint", "reach",
+]  # fmt: skip

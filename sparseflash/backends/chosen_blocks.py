@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.refused_derivatives import refuse_second_gradients
-from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
-from sparseflash.backends.selected import called, guarded
+from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out, register
+from sparseflash.backends.selected import Gradients, called
 
 
 def block_attention(
@@ -60,35 +59,17 @@ def _fake_attention_backward(
     return empty_gradient(q), empty_gradient(k), empty_gradient(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, _, *ctx.how = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 7
-    q, k, v, out, *saved = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    gradients = torch.ops.sparseflash.block_attention_backward(dout, dlse, q, k, v, out, *saved, *ctx.how)
-    return *gradients, None, None, None, None
-
-
-define(
-    "block_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor index, int span, bool causal, float scale) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    guarded(_attention),
-    guarded(_fake_attention),
-)
-define(
-    "block_attention_backward",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor entries, Tensor ends, "
-    "Tensor chosen, int span, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
-    guarded(_attention_backward),
-    guarded(_fake_attention_backward),
-)
-torch.library.register_autograd("sparseflash::block_attention", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("sparseflash::block_attention_backward", refuse_second_gradients("triton"), lib=LIBRARY)
+_gradients = Gradients("block_attention", 3)
+register(
+    "block_attention", "triton",
+    (
+        "(Tensor q, Tensor k, Tensor v, Tensor index, int span, bool causal, float scale) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention,
+    ),
+    (
+        "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor entries, "
+        "Tensor ends, Tensor chosen, int span, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+        _attention_backward, _fake_attention_backward,
+    ),
+    _gradients.differentiate, _gradients.save,
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """The definition: masked softmax attention on whole matrices, in plain PyTorch.
 
 Every other backend must compute the same; tests compare with this one in fp64. fp16 and bf16 are computed in fp32 and
-rounded at the end, because scores above 65,504 overflow in fp16. `plain_attention` rounds every step to its inputs'
+rounded at the end, because scores above 65,504 overflow in fp16. `attention_of_live` rounds every step to its inputs'
 dtype instead; its error bounds the other backends' errors. Memory grows with `Nq * Nk`.
 """
 
@@ -42,15 +42,6 @@ def attention_to_live(
     with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
         out, lse = attention_of_live(q.to(wide), k.to(wide), v.to(wide), live, scale, dropout, changes)
     return out.to(q.dtype), lse
-
-
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, dropout: Dropout | None = None,
-    changes: Scores | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with every step in the inputs' own dtype."""
-    live = None if mask is None else mask.to_dense()
-    return attention_of_live(q, k, v, live, scale, dropout, changes)
 
 
 def attention_of_live(

@@ -82,15 +82,16 @@ def refuse_batched_gradients(name: str, *gradients: Tensor | None) -> None:
 
 
 def refuse_recording(name: str) -> None:
-    """Raises while torch.export or another tracer records operations. `scores.function` has no registered operator, so
-    the recording would miss the backend's work.
+    """Raises while torch.export or another tracer records operations, and inside torch.func.functionalize.
+    `scores.function` has no registered operator, so the recording would miss the backend's work.
     """
     # The module is not imported here, which may take seconds: an active tracer has imported it already.
     proxy_mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", lambda: None)
-    if torch._C._is_tracing() or proxy_mode() is not None:
+    is_functional = torch._C._functorch.TransformType.Functionalize in _transforms()
+    if is_functional or torch._C._is_tracing() or proxy_mode() is not None:
         raise NotImplementedError(
-            f"torch.export and other tracers cannot record scores.function with the {name} backend; "
-            "backend='reference' has it. All other score modifications can be recorded."
+            "torch.export, torch.func.functionalize and other tracers cannot record scores.function with the "
+            f"{name} backend; backend='reference' has it. All other score modifications can be recorded."
         )
 
 

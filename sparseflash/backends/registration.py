@@ -58,26 +58,16 @@ class RegisteredOperator(ABC):
         inputs = ", ".join(("Tensor q, Tensor k, Tensor v", *added, problem))
         of_backward = ", ".join(("Tensor dout, Tensor? dlse", saved_schema(), *added, *added_backward, problem))
         gradients = ", ".join(("Tensor, Tensor, Tensor", *added_gradients))
-        self._packets = (
-            define(
-                operator, f"({inputs}) -> (Tensor, Tensor, Tensor)", self._guarded(self._run_forward),
-                self._guarded(self._fake_forward),
-            ),
-            define(
-                f"{operator}_backward", f"({of_backward}) -> ({gradients})", self._guarded(self._run_backward),
-                self._guarded(self._fake_backward),
-            ),
+        self._packets = register(
+            operator, name, (f"({inputs}) -> (Tensor, Tensor, Tensor)", self._run_forward, self._fake_forward),
+            (f"({of_backward}) -> ({gradients})", self._run_backward, self._fake_backward),
+            self._differentiate, self._save,
         )  # fmt: skip
         self._forward_op, self._backward_op = (packet.default for packet in self._packets)
         self._formulas = (
             flop_counter.with_more(flop_counter.forward_flops, 3, len(added)),
             flop_counter.with_more(flop_counter.backward_flops, 2 + _SAVED, len(added) + len(added_backward)),
         )
-        torch.library.register_autograd(
-            f"sparseflash::{operator}", self._differentiate, setup_context=self._save, lib=LIBRARY
-        )
-        # Without this PyTorch would treat the gradients as constants, with no more than a warning.
-        torch.library.register_autograd(f"sparseflash::{operator}_backward", refuse_second_gradients(name), lib=LIBRARY)
 
     @abstractmethod
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,13 +90,6 @@ class RegisteredOperator(ABC):
     def _fake_forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         return empty_out(q, v), empty_lse(q), self._empty_kept(q)
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*arguments: Any) -> Any:
-            refuse_unasked(self.name)
-            return function(*arguments)
-
-        return guarded
-
     def _forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse, _ = self._dispatched(self._forward_op, arguments)
         return out, lse
@@ -122,14 +105,7 @@ class RegisteredOperator(ABC):
             return operator(*arguments)
         if torch._C._len_torch_dispatch_stack() > 0:  # a counter may have been entered between forward and backward
             flop_counter.tell(*zip(self._packets, self._formulas, strict=True))
-        if forward_ad._current_level < 0:
-            return operator(*arguments)
-        refuse_tangents(self.name, *(x for x in tree_leaves(arguments) if isinstance(x, Tensor)))
-        asked.tangents = True
-        try:
-            return operator(*arguments)
-        finally:
-            asked.tangents = False
+        return call(self.name, operator, arguments)
 
     def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         q, k, v, *others = inputs
@@ -244,12 +220,47 @@ class _Run:
         return self._operator.backward(dout, dlse, saved, self._problem._replace(seed=seed))
 
 
-def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers an operator and its fake implementation; returns its `OpOverloadPacket`."""
-    LIBRARY.define(name + schema, tags=_TAGS)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparseflash::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.sparseflash, name)
+def register(
+    operator: str, name: str, forward: tuple[str, Callable[..., Any], Callable[..., Any]],
+    backward: tuple[str, Callable[..., Any], Callable[..., Any]], differentiate: Callable[..., Any],
+    save: Callable[..., Any],
+) -> tuple[Any, Any]:  # fmt: skip
+    """Registers an operator of the backend `name` and its `{operator}_backward`: returns their `OpOverloadPacket`s.
+
+    forward, backward: schema, function and fake function of each. differentiate, save: as for
+    `torch.library.register_autograd`.
+    """
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def function_or_refusal(*arguments: Any) -> Any:
+            refuse_unasked(name)
+            return function(*arguments)
+
+        return function_or_refusal
+
+    def defined(operator: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        LIBRARY.define(operator + schema, tags=_TAGS)
+        LIBRARY.impl(operator, guarded(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"sparseflash::{operator}", guarded(fake), lib=LIBRARY)
+        return getattr(torch.ops.sparseflash, operator)
+
+    packets = defined(operator, *forward), defined(f"{operator}_backward", *backward)
+    torch.library.register_autograd(f"sparseflash::{operator}", differentiate, setup_context=save, lib=LIBRARY)
+    # Without this PyTorch would treat the gradients as constants, with no more than a warning.
+    torch.library.register_autograd(f"sparseflash::{operator}_backward", refuse_second_gradients(name), lib=LIBRARY)
+    return packets
+
+
+def call(name: str, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What an operator of the backend `name` returns. Refuses arguments with tangents."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return operator(*arguments)
+    refuse_tangents(name, *(x for x in tree_leaves(arguments) if isinstance(x, Tensor)))
+    asked.tangents = True
+    try:
+        return operator(*arguments)
+    finally:
+        asked.tangents = False
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
@@ -279,3 +290,14 @@ def empty_gradients_of(*examples: Tensor) -> Callable[[Tensor], Tensor]:
 def empty_lse(q: Tensor) -> Tensor:
     """An empty tensor `[B, Hq, Nq]`, fp32, or fp64 for fp64 inputs."""
     return q.new_empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def empty_kept(q: Tensor) -> Tensor:
+    """An uninitialised tensor `[2, N]` for maxima and inverse sums of rows, N >= B * Hq * Nq; in half precision an
+    empty one.
+    """
+    if q.dtype != torch.float32:
+        return q.new_empty((0,))
+    # Both halves begin at addresses that 16 divides, whatever the sizes: kernels are compiled for such addresses.
+    batch, heads, rows, _ = q.shape
+    return q.new_empty((2, -(-batch * heads * rows // 4) * 4))

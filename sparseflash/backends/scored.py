@@ -20,8 +20,7 @@ from sparseflash.backends.refused_derivatives import (
 from sparseflash.backends.registration import RegisteredOperator, empty_gradient
 from sparseflash.backends.saved import Saved
 from sparseflash.blockmask.arguments import have_contents
-from sparseflash.scores.change import Scores
-from sparseflash.scores.parts import put_together
+from sparseflash.scores.change import Scores, put_together
 
 _SAVED = len(Saved._fields)
 

@@ -5,20 +5,13 @@ Derivatives that the kernels do not have are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.refused_derivatives import (
-    asked,
-    refuse_functional_gradients,
-    refuse_second_gradients,
-    refuse_tangents,
-    refuse_unasked,
-)
-from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.refused_derivatives import refuse_functional_gradients
+from sparseflash.backends.registration import call, empty_gradient, empty_kept, empty_lse, empty_out, register
 
 
 def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
@@ -52,22 +45,34 @@ def token_scores(q: Tensor, k: Tensor, index: Tensor, causal: bool, scale: float
 def called(operator: Any, *arguments: Any) -> Any:
     """What an operator of these kernels returns. Derivatives that the kernels do not have are refused."""
     refuse_functional_gradients("triton")
-    refuse_tangents("triton", *(x for x in arguments if isinstance(x, Tensor)))
-    asked.tangents = True
-    try:
-        return operator(*arguments)
-    finally:
-        asked.tangents = False
+    return call("triton", operator, arguments)
 
 
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an operator, refused where a derivative was not asked of `called`."""
+class Gradients:
+    """Autograd's formula of an operator of `q, k, v` and four more arguments that returns `out, lse` and what its
+    backward takes after them; v may be None.
+    """
 
-    def function_or_refusal(*arguments: Any) -> Any:
-        refuse_unasked("triton")
-        return function(*arguments)
+    def __init__(self, operator: str, numbers: int) -> None:
+        """numbers: how many of the last arguments the backward takes."""
+        self._backward, self._numbers = f"{operator}_backward", numbers
 
-    return function_or_refusal
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.numbers = inputs[-self._numbers :]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(*inputs[:3], *output)
+
+    def differentiate(
+        self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None
+    ) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 7
+        q, k, v, out, *saved = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        backward = getattr(torch.ops.sparseflash, self._backward)
+        dq, dk, dv = backward(dout, dlse, q, k, v, out, *saved, *ctx.numbers)
+        return dq, dk, None if v is None else dv, None, None, None, None
 
 
 def _attention(
@@ -82,10 +87,9 @@ def _attention(
 def _fake_attention(
     q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    lse = empty_lse(q)
     lists = index.new_empty(index.shape, dtype=torch.int32)
-    kept = lse.new_empty((2, *lse.shape) if q.dtype == torch.float32 else (0,), dtype=torch.float32)
-    return empty_out(q, k[..., :v_dim] if v is None else v), lse, lists, lists.new_empty(lists.shape[:3]), kept
+    out = empty_out(q, k[..., :v_dim] if v is None else v)
+    return out, empty_lse(q), lists, lists.new_empty(lists.shape[:3]), empty_kept(q)
 
 
 def _attention_backward(
@@ -105,38 +109,20 @@ def _fake_attention_backward(
     return empty_gradient(q), empty_gradient(k), k.new_empty(0) if v is None else empty_gradient(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *_, ctx.scale = inputs
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if dout is None and dlse is None:
-        return (None,) * 7
-    q, k, v, out, *saved = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = torch.ops.sparseflash.token_attention_backward(dout, dlse, q, k, v, out, *saved, ctx.scale)
-    return dq, dk, None if v is None else dv, None, None, None, None
-
-
-define(
-    "token_attention",
-    "(Tensor q, Tensor k, Tensor? v, Tensor index, int v_dim, bool causal, float scale) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    guarded(_attention),
-    guarded(_fake_attention),
-)
-define(
-    "token_attention_backward",
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor out, Tensor lse, Tensor lists, Tensor counts, "
-    "Tensor kept, float scale) -> (Tensor, Tensor, Tensor)",
-    guarded(_attention_backward),
-    guarded(_fake_attention_backward),
-)
-torch.library.register_autograd("sparseflash::token_attention", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd("sparseflash::token_attention_backward", refuse_second_gradients("triton"), lib=LIBRARY)
+_gradients = Gradients("token_attention", 1)
+register(
+    "token_attention", "triton",
+    (
+        "(Tensor q, Tensor k, Tensor? v, Tensor index, int v_dim, bool causal, float scale) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor)", _attention, _fake_attention,
+    ),
+    (
+        "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor out, Tensor lse, Tensor lists, "
+        "Tensor counts, Tensor kept, float scale) -> (Tensor, Tensor, Tensor)",
+        _attention_backward, _fake_attention_backward,
+    ),
+    _gradients.differentiate, _gradients.save,
+)  # fmt: skip
 
 
 def _scores(q: Tensor, k: Tensor, index: Tensor, causal: bool, scale: float) -> tuple[Tensor, ...]:
@@ -180,19 +166,15 @@ def _differentiate_scores(ctx: Any, dscores: Tensor, *others: None) -> tuple[Ten
     return dq, dk, None, None, None
 
 
-define(
-    "token_scores",
-    "(Tensor q, Tensor k, Tensor index, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
-    guarded(_scores),
-    guarded(_fake_scores),
-)
-define(
-    "token_scores_backward",
-    "(Tensor dscores, Tensor q, Tensor k, Tensor lists, Tensor counts, float scale) -> (Tensor, Tensor)",
-    guarded(_scores_backward),
-    guarded(_fake_scores_backward),
-)
-torch.library.register_autograd(
-    "sparseflash::token_scores", _differentiate_scores, setup_context=_save_scores, lib=LIBRARY
-)
-torch.library.register_autograd("sparseflash::token_scores_backward", refuse_second_gradients("triton"), lib=LIBRARY)
+register(
+    "token_scores", "triton",
+    (
+        "(Tensor q, Tensor k, Tensor index, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+        _scores, _fake_scores,
+    ),
+    (
+        "(Tensor dscores, Tensor q, Tensor k, Tensor lists, Tensor counts, float scale) -> (Tensor, Tensor)",
+        _scores_backward, _fake_scores_backward,
+    ),
+    _differentiate_scores, _save_scores,
+)  # fmt: skip

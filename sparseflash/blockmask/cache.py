@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from sparseflash.blockmask import streams
 from sparseflash.blockmask.streams import ReadyEvent
@@ -102,13 +103,20 @@ def bounded_tensors(maxsize: int) -> Callable[[F], F]:
         def cached(*arguments: Any) -> Any:
             found = made.get(arguments)  # as in `once`, but faster, because every choice of blocks comes here
             if found is None:
-                return once(made, arguments, lambda: function(*arguments))
+                return once(made, arguments, lambda: _untransformed(function, arguments))
             found[1].wait()
             return found[0]
 
         return cached  # type: ignore[return-value]
 
     return decorate
+
+
+def _untransformed(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    if torch.compiler.is_compiling():
+        return function(*arguments)
+    with temporarily_clear_interpreter_stack():
+        return function(*arguments)
 
 
 def cleared_with_caches(clear: Callable[[], None]) -> Callable[[], None]:
@@ -194,13 +202,14 @@ def is_countable(indices: Tensor) -> bool:
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
     """`cache[key]`, made on first use; safe on any CUDA stream.
 
-    Values made under fake tensors or tracing hold tensors without contents that belong to that run. They are
-    returned, but not kept.
+    Values made under fake tensors, tracing or transforms hold tensors that belong to that run, without contents. They
+    are returned, but not kept.
     """
     found = cache.get(key)
     if found is None:
         value = make()
-        if all(type(x) is Tensor for x in streams.tensors_in(value)):
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        if all(type(x) is Tensor and not wrapped(x) for x in streams.tensors_in(value)):
             cache[key] = value, ReadyEvent(value)
         return value
     cached: T = found[0]

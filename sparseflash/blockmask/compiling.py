@@ -12,16 +12,19 @@ import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functionaltensor, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sparseflash.blockmask.cache import cleared_with_caches
 from sparseflash.blockmask.compiled_rules import Trace, begin_trace, constant, guard_reads
@@ -31,7 +34,7 @@ T = TypeVar("T")
 
 MOST_KEPT = 256  # masks; dropping one makes the code that uses it recompile
 
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_FAKE, _PROXY = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 # Dynamo passes existing objects to a function that is marked constant, and guards their identity. Dynamo of PyTorch
 # 2.11 cannot, but it passes their ids, and guards the identity of each object whose id was taken.
@@ -55,13 +58,23 @@ def clear() -> None:
 
 
 def is_faking() -> bool:
-    """Whether new tensors are fake, without contents: under `FakeTensorMode`, which torch.export uses."""
-    return not torch.compiler.is_dynamo_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None
+    """Whether new tensors are fake, without contents, under `FakeTensorMode`, which torch.export uses; or recorded, and
+    contents may not be read, under `make_fx`.
+    """
+    mode = torch._C._get_dispatch_mode
+    return not torch.compiler.is_dynamo_compiling() and (mode(_FAKE) is not None or mode(_PROXY) is not None)
 
 
-def contents_when_faking() -> AbstractContextManager[None]:
-    """Inside it new tensors have contents, also where `is_faking`."""
-    return _disable_current_modes() if is_faking() else nullcontext()
+def is_transforming() -> bool:
+    """Whether new tensors are wrapped: inside the transforms of `torch.func`, and `torch.vmap`."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def contents_when_faking() -> AbstractContextManager[Any]:
+    """Inside it new tensors have contents, also where `is_faking` and `is_transforming`."""
+    if is_faking():
+        return _disable_current_modes()
+    return temporarily_clear_interpreter_stack() if is_transforming() else nullcontext()
 
 
 def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | None = None) -> Callable[P, T]:
@@ -75,8 +88,12 @@ def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | N
     @functools.wraps(build)
     def built(*args: P.args, **kwargs: P.kwargs) -> T:
         if not (torch.compiler.is_compiling() or is_faking()):
-            return build(*args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():  # FakeTensorMode, or torch.export, which uses it
+            if not is_transforming():
+                return build(*args, **kwargs)
+            with contents_when_faking():
+                args, kwargs = tree_map(partial(_untransformed, build), (args, kwargs))
+                return build(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():  # FakeTensorMode, or torch.export, which uses it, or make_fx
             _check_contents(build, (args, kwargs))
             with _disable_current_modes():
                 return build(*args, **kwargs)
@@ -107,16 +124,49 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
-    """Raises TypeError if any tensor, or any of a mask, is fake."""
+    """Raises TypeError if any tensor, or any of a mask, is fake or recorded."""
+    recording = torch._C._get_dispatch_mode(_PROXY)
+
+    def is_recorded(x: Tensor) -> bool:
+        from torch.fx.experimental.proxy_tensor import has_proxy_slot  # slow to import, and imported where it recorded
+
+        return recording is not None and has_proxy_slot(x, recording.tracer)
+
+    if any(isinstance(x, FakeTensor) or is_recorded(x) for x in _tensors_of(arguments)):
+        raise TypeError(
+            f"{build.__qualname__} must be given contents; got a fake tensor, of torch.export or FakeTensorMode, "
+            "one that make_fx records, or a mask of such. Inside, the mask is a constant of the exported program: "
+            "build it outside. Masks chosen from data (top_k_blocks and others) and with_lengths, called last, follow "
+            "their inputs."
+        )
+
+
+def _untransformed(build: Callable[..., Any], value: Any) -> Any:
+    """A tensor without the wrappers of `torch.func`'s transforms, a mask of such tensors, or another value as it is."""
+    from sparseflash.blockmask.mask import BlockMask
+
+    if isinstance(value, BlockMask):
+        arrays = [_untransformed(build, x) for x in value._arrays()]
+        same = all(mine is theirs for mine, theirs in zip(arrays, value._arrays()))
+        return value if same else type(value)(*value._numbers(), *arrays, dynamic=value.dynamic)
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        if is_batchedtensor(value):
+            raise TypeError(
+                f"{build.__qualname__} must be given tensors that torch.vmap does not map, and masks of such: one mask "
+                "serves the whole batch. Build the masks outside and combine them with masks.per_batch."
+            )
+        if is_functionaltensor(value):
+            torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]
+        value = get_unwrapped(value)
+    return value
+
+
+def _tensors_of(arguments: Any) -> Iterator[Tensor]:
+    """The tensors among the arguments, and those of the masks among them."""
     from sparseflash.blockmask.mask import BlockMask
 
     for leaf in tree_leaves(arguments):
-        if any(isinstance(x, FakeTensor) for x in (leaf._arrays() if isinstance(leaf, BlockMask) else (leaf,))):
-            raise TypeError(
-                f"{build.__qualname__} must be given contents; got a fake tensor, of torch.export or FakeTensorMode, "
-                "or a mask of such. Inside, the mask is a constant of the exported program: build it outside. Masks "
-                "chosen from data (top_k_blocks and others) and with_lengths, called last, follow their inputs."
-            )
+        yield from (x for x in (leaf._arrays() if isinstance(leaf, BlockMask) else (leaf,)) if isinstance(x, Tensor))
 
 
 def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:

@@ -11,14 +11,10 @@ mask's lists every rank computes the key blocks that it needs from each rank (`r
 heads (`ulysses`) or queries (`queries`) travel. The cost model (`costs`) chooses.
 """
 
-from sparseflash.distributed.attention import attention as attention
-from sparseflash.distributed.costs import H100 as H100
-from sparseflash.distributed.costs import H100_HOSTS as H100_HOSTS
-from sparseflash.distributed.costs import Estimate as Estimate
-from sparseflash.distributed.costs import Machine as Machine
-from sparseflash.distributed.costs import Shape as Shape
-from sparseflash.distributed.plan import ShardPlan as ShardPlan
-from sparseflash.distributed.sharding import shard as shard
-from sparseflash.distributed.shards import Shards as Shards
+from sparseflash.distributed.attention import attention
+from sparseflash.distributed.costs import H100, H100_HOSTS, Estimate, Machine, Shape
+from sparseflash.distributed.plan import ShardPlan
+from sparseflash.distributed.sharding import shard
+from sparseflash.distributed.shards import Shards
 
 __all__ = ["H100", "H100_HOSTS", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "shard"]

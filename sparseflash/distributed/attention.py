@@ -12,7 +12,6 @@ from torch import Tensor
 from sparseflash.attention import Backend, attend, in_one_dtype
 from sparseflash.attention import attention as local_attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import alternatives
 from sparseflash.distributed import dropout as drops
 from sparseflash.distributed.agreement import check_agreement
 from sparseflash.distributed.costs import Shape
@@ -28,7 +27,7 @@ from sparseflash.dropout import Dropout, seed_tensor, threshold
 from sparseflash.merge import merge_attention, with_sink
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.sink import completed
-from sparseflash.validation import check_tensors, checked_scale, prepared_scores
+from sparseflash.validation import check_patterns, check_tensors, checked_scale, prepared_scores
 
 _KINDS_OF_CALLS = 256
 
@@ -255,13 +254,7 @@ def _check_shapes(q: Tensor, k: Tensor, plan: ShardPlan) -> None:
             raise ValueError(
                 f"{name} must hold the {count} tokens of rank {plan.rank} of {plan.ranks}; got {x.shape[2]}.{advice}"
             )
-    batch, heads = plan.mask.pattern.shape
-    if batch not in (1, q.shape[0]):
-        raise ValueError(
-            f"mask must be for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it is for {batch}."
-        )
-    if heads not in (1, q.shape[1]):
-        raise ValueError(f"mask must be for {alternatives((1, q.shape[1]), 'head')}, as q has; it is for {heads}.")
+    check_patterns(plan.mask, q, k)
 
 
 def _check_ranks_agree(

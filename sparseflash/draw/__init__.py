@@ -5,14 +5,11 @@
 [[0.515625, 0.0], [1.0, 0.515625]]
 """
 
-from sparseflash.draw.cells import Shares as Shares
-from sparseflash.draw.cells import shares as shares
-from sparseflash.draw.figure import plot as plot
-from sparseflash.draw.html import to_html as to_html
-from sparseflash.draw.panels import Panel as Panel
-from sparseflash.draw.panels import panels as panels
-from sparseflash.draw.scores import MEANINGS as MEANINGS
-from sparseflash.draw.scores import kinds as kinds
-from sparseflash.draw.text import to_string as to_string
+from sparseflash.draw.cells import Shares, shares
+from sparseflash.draw.figure import plot
+from sparseflash.draw.html import to_html
+from sparseflash.draw.panels import Panel, panels
+from sparseflash.draw.scores import MEANINGS, kinds
+from sparseflash.draw.text import to_string
 
 __all__ = ["MEANINGS", "Panel", "Shares", "kinds", "panels", "plot", "shares", "to_html", "to_string"]

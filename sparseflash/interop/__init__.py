@@ -50,55 +50,23 @@ libraries is needed:
 
 from types import ModuleType
 
-from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout
-from sparseflash.interop.deepspeed import from_deepspeed as from_deepspeed
-from sparseflash.interop.deepspeed import to_deepspeed as to_deepspeed
-from sparseflash.interop.fa4 import BlockSparseTensors as BlockSparseTensors
-from sparseflash.interop.fa4 import FA4BlockSparse as FA4BlockSparse
-from sparseflash.interop.fa4 import from_fa4 as from_fa4
-from sparseflash.interop.fa4 import to_fa4 as to_fa4
-from sparseflash.interop.flashinfer import FlashInferBSR as FlashInferBSR
-from sparseflash.interop.flashinfer import from_flashinfer as from_flashinfer
-from sparseflash.interop.flashinfer import to_flashinfer as to_flashinfer
-from sparseflash.interop.flashmask import FlashMask as FlashMask
-from sparseflash.interop.flashmask import from_flashmask as from_flashmask
-from sparseflash.interop.flashmask import to_flashmask as to_flashmask
-from sparseflash.interop.flex import from_flex as from_flex
-from sparseflash.interop.flex import to_flex as to_flex
-from sparseflash.interop.lookup import TileLookup as TileLookup
-from sparseflash.interop.scipy import from_scipy as from_scipy
-from sparseflash.interop.scipy import to_scipy as to_scipy
-from sparseflash.interop.score_mods import from_score_mod as from_score_mod
-from sparseflash.interop.sdpa import from_sdpa as from_sdpa
-from sparseflash.interop.sdpa import to_sdpa as to_sdpa
-from sparseflash.interop.torch_sparse import from_torch_sparse as from_torch_sparse
-from sparseflash.interop.torch_sparse import to_torch_sparse as to_torch_sparse
+from sparseflash.interop.deepspeed import DeepSpeedLayout, from_deepspeed, to_deepspeed
+from sparseflash.interop.fa4 import BlockSparseTensors, FA4BlockSparse, from_fa4, to_fa4
+from sparseflash.interop.flashinfer import FlashInferBSR, from_flashinfer, to_flashinfer
+from sparseflash.interop.flashmask import FlashMask, from_flashmask, to_flashmask
+from sparseflash.interop.flex import from_flex, to_flex
+from sparseflash.interop.lookup import TileLookup
+from sparseflash.interop.scipy import from_scipy, to_scipy
+from sparseflash.interop.score_mods import from_score_mod
+from sparseflash.interop.sdpa import from_sdpa, to_sdpa
+from sparseflash.interop.torch_sparse import from_torch_sparse, to_torch_sparse
 
 __all__ = [
-    "BlockSparseTensors",
-    "DeepSpeedLayout",
-    "FA4BlockSparse",
-    "FlashInferBSR",
-    "FlashMask",
-    "TileLookup",
-    "from_deepspeed",
-    "from_fa4",
-    "from_flashinfer",
-    "from_flashmask",
-    "from_flex",
-    "from_scipy",
-    "from_score_mod",
-    "from_sdpa",
-    "from_torch_sparse",
-    "to_deepspeed",
-    "to_fa4",
-    "to_flashinfer",
-    "to_flashmask",
-    "to_flex",
-    "to_scipy",
-    "to_sdpa",
-    "to_torch_sparse",
-]
+    "BlockSparseTensors", "DeepSpeedLayout", "FA4BlockSparse", "FlashInferBSR", "FlashMask", "TileLookup",
+    "from_deepspeed", "from_fa4", "from_flashinfer", "from_flashmask", "from_flex", "from_scipy", "from_score_mod",
+    "from_sdpa", "from_torch_sparse", "to_deepspeed", "to_fa4", "to_flashinfer", "to_flashmask", "to_flex", "to_scipy",
+    "to_sdpa", "to_torch_sparse",
+]  # fmt: skip
 
 _FUNCTIONS_OF = (
     "fastvideo", "flash_attn", "flash_attn_cache", "flash_attn_packed", "flash_attn_padding", "flex_attention",

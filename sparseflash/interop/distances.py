@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash.scores.expression import Node
+from sparseflash.scores.expression import INTEGERS, Node
 from sparseflash.scores.tracing import Recorded
 
 Affine = tuple[int, int, int]
 
 _EXACT = 2**24  # integers up to it are the same in fp32
+_LIMITS = {op: torch.iinfo(dtype).max for op, dtype in INTEGERS.items()}
 _CPU = torch.device("cpu")
 
 
@@ -60,9 +61,10 @@ def _affines(found: Recorded, at: int, lengths: tuple[int, int]) -> dict[int, Af
     for number in sorted(found.expression.reads(at)):
         node = found.expression.nodes[number]
         a = _sum(node, [made[each] for each in node.inputs])
-        if a is not None and node.kind == "float":
+        limit = _EXACT if node.kind == "float" else _LIMITS.get(node.op)
+        if a is not None and limit is not None:
             most = abs(a[0]) * lengths[0] + abs(a[1]) * lengths[1] + abs(a[2])
-            a = a if most <= _EXACT else None
+            a = a if most <= limit else None
         made[number] = a
     return made
 
@@ -76,7 +78,7 @@ def _sum(node: Node, inputs: Sequence[Affine | None]) -> Affine | None:
     if not known or len(known) < len(inputs):
         return None
     first, last = known[0], known[-1]
-    if node.op in ("to_float", "to_int", "detach"):
+    if node.op in ("to_float", "to_int", "detach", *_LIMITS):
         return first
     if node.op == "neg":
         return _scaled(first, -1)

@@ -10,7 +10,6 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, dense_tensor
 from sparseflash.blockmask.lengths import Lengths
 from sparseflash.nn.layer_mask import LayerMask, Mask
-from sparseflash.nn.sizes import check_dropout
 from sparseflash.scores.change import Change, Scores
 
 REMEDIES = {
@@ -120,3 +119,9 @@ def padded(
     if all(each is None for each in lengths.values()) or q_len == 0 or k_len == 0:
         return mask
     return dense_if_none(mask, q_len, k_len, device).with_lengths(**lengths)
+
+
+def check_dropout(dropout: float) -> None:
+    """Raises unless this is a probability below 1."""
+    if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be at least 0 and below 1; got {dropout}.")

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, flag
-from sparseflash.nn.heads import check_input
+from sparseflash.nn.heads import check_dropout, check_input
 from sparseflash.nn.layer_mask import LayerMask, Mask
-from sparseflash.nn.sizes import check_dropout
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scaled_dot_product import live_and_bias, upper_left
 from sparseflash.scores.bias import Bias, bias

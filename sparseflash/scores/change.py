@@ -272,3 +272,20 @@ def shared_or_own(x: Tensor, indices: Sequence[Tensor]) -> list[Tensor]:
     """The indices, with 0 for dimensions of size 1."""
     # One-dimensional zeros, because PyTorch reads a 0-dimensional index, which the meta device cannot.
     return [torch.zeros(1, dtype=torch.int64, device=i.device) if n == 1 else i for n, i in zip(x.shape, indices)]
+
+
+def put_together(described: str, tensors: Sequence[Tensor]) -> Scores:
+    """The inverse of `Scores.described` and `Scores.tensors`.
+
+    >>> import torch
+    >>> from sparseflash import scores
+    >>> changes = scores.alibi(torch.ones(2)) + scores.softcap(50.0)
+    >>> put_together(changes.described(), changes.tensors()).kinds
+    ('softcap', 'distance')
+    """
+    changes, rest = [], iter(tensors)
+    for text in described.split(";"):
+        kind, count, *numbers = text.split(" ")
+        own = [next(rest) for _ in range(int(count))]
+        changes.append(Change.types[kind].of(own, [float(number) for number in numbers]))
+    return Scores(tuple(changes))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +16,11 @@ from torch import Tensor
 Kind = Literal["bool", "int", "float"]
 PLACES = ("b", "h", "q", "k")
 _KINDS: tuple[Kind, ...] = ("bool", "int", "float")
+# Conversions to these wrap around, or give a narrow integer the 64 bits that later operations need.
+INTEGERS = {
+    "to_int64": torch.int64, "to_int32": torch.int32, "to_int16": torch.int16, "to_int8": torch.int8,
+    "to_uint8": torch.uint8,
+}  # fmt: skip
 
 
 class Node(NamedTuple):
@@ -39,8 +45,10 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.logical_not,
     "to_float": lambda x: x.to(torch.float64),
     "to_int": lambda x: x.to(torch.int64), "to_bool": lambda x: x != 0, "detach": torch.detach,
+    **{op: partial(torch.Tensor.to, dtype=dtype) for op, dtype in INTEGERS.items()},
 }  # fmt: skip
-_OF_BOOLS = ("and", "or", "xor", "not", "where", "eq", "ne", "to_float", "to_int", "to_bool", "detach")
+_TO_INTEGERS = ("to_int", *INTEGERS)
+_OF_BOOLS = ("and", "or", "xor", "not", "where", "eq", "ne", "to_float", "to_bool", "detach", *_TO_INTEGERS)
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne", "not", "to_bool")
 _FLOATS = ("div", "sign", "exp", "log", "log1p", "sqrt", "erf", "sin", "cos", "tanh", "sigmoid", "floor", "ceil",
            "to_float")  # fmt: skip
@@ -71,7 +79,7 @@ class Expression:
             inputs = tuple(self._alike(inputs))
         first = self.nodes[inputs[-1]]
         kind: Kind = "bool" if op in _COMPARISONS else "float" if op in _FLOATS else first.kind
-        if op == "to_int":
+        if op in _TO_INTEGERS:
             kind = "int"
         if first.kind == "bool" and op not in _OF_BOOLS:
             inputs = tuple(self.apply("to_int", each) for each in inputs)
@@ -132,6 +140,8 @@ class Expression:
     def _simplified(self, op: str, inputs: Sequence[int]) -> int | None:
         """Products with 1, sums with 0, and powers with the exponents 1 and 0, which derivatives often contain."""
         values = [self.nodes[each].value if self.nodes[each].op == "number" else None for each in inputs]
+        if op in _TO_INTEGERS and self.nodes[inputs[0]].op == op:
+            return inputs[0]
         if op == "mul" and 1.0 in values:
             return inputs[1 - values.index(1.0)]
         if op == "add" and 0.0 in values:

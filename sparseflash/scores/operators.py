@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparseflash.scores.expression import OPERATIONS, Expression
+from sparseflash.scores.expression import INTEGERS, OPERATIONS, Expression
 
 
 class Refused(Exception):
@@ -35,8 +35,9 @@ def _division(made: Expression, x: int, y: int, rounding_mode: str | None = None
 
 
 def _floor_division(made: Expression, x: int, y: int) -> int:
-    if "float" in (made.nodes[x].kind, made.nodes[y].kind):
-        return made.apply("floor", made.apply("div", x, y))
+    if "float" in (made.nodes[x].kind, made.nodes[y].kind):  # the rounded quotient may be the next whole number
+        whole = made.apply("div", made.apply("sub", x, made.apply("remainder", x, y)), y)
+        return made.apply("floor", made.apply("add", whole, made.number(0.5)))
     return made.apply("floor_divide", x, y)
 
 
@@ -58,12 +59,23 @@ def _power(made: Expression, x: int, exponent: int) -> int:
 def _cast(made: Expression, x: int, dtype: torch.dtype | None = None, **_: Any) -> int:
     if dtype in (torch.float16, torch.bfloat16):
         raise Refused(f"a conversion to {dtype}: the kernels compute in fp32")
-    return x if dtype is None else in_kind(made, x, dtype)
+    if dtype is None:
+        return x
+    return of_bits(made, x, dtype) if dtype in BITS else in_kind(made, x, dtype)
 
 
 def in_kind(made: Expression, x: int, dtype: torch.dtype) -> int:
     """Entries of half-precision tensors are read as fp32, so all floating dtypes are one kind."""
     return made.apply("to_float" if dtype.is_floating_point else "to_bool" if dtype == torch.bool else "to_int", x)
+
+
+BITS = {dtype: op for op, dtype in INTEGERS.items()}
+NARROW = BITS.keys() - {torch.int64}
+
+
+def of_bits(made: Expression, x: int, dtype: torch.dtype) -> int:
+    """A number as an integer of this dtype."""
+    return made.apply(BITS[dtype], x)
 
 
 def _logical(op: str) -> Callable[..., int]:
@@ -85,6 +97,8 @@ def _gelu(made: Expression, x: int, approximate: str = "none") -> int:
     return made.apply("mul", made.apply("mul", x, made.number(0.5)), made.apply("add", curve, made.number(1.0)))
 
 
+# Their results may need more bits than their inputs: PyTorch keeps the dtype, and wraps around.
+WRAPPING = ("add", "sub", "rsub", "mul", "neg", "abs", "pow", "square", "floor_divide", "bitwise_not")
 # Names of PyTorch's operators that return their input; the value that each operator fills with; how others are
 # recorded.
 SAME = ("clone", "alias", "contiguous")

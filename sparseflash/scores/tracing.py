@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from sparseflash.blockmask.vectorize import NumbersAsIndices
 from sparseflash.scores.expression import PLACES, Expression, Kind
-from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
+from sparseflash.scores.operators import BITS, FILLED, NARROW, RECORDED, SAME, WRAPPING, Refused, in_kind, of_bits
 
 _NUMBER = "a number that is read from a tensor, as by item(), if or an index, in place of torch.where"
 _NO_GRADIENTS = "torch.no_grad() or the like, in place of detach()"
@@ -173,8 +173,7 @@ class _Recorder:
             raise Refused(f"a result that is not one score, a scalar tensor, but {got}")
         last = self._calls.of(result)
         for call in self._calls.needed_for(last):
-            # PyTorch's kind: an operation on numbers may have another one, such as bool for a sum of bools.
-            self._values[call] = self._of_dtype(self._called(call), call.result.dtype)
+            self._values[call] = self._of_dtype(self._called(call), call)
         return Recorded(self.made, self.made.as_float(self._number(last)), tuple(self._tensors))
 
     def _captured(self, x: Tensor) -> int | _Entries:
@@ -220,7 +219,7 @@ class _Recorder:
             raise Refused(f"{name}, which is none of them")
         named = {key: each for key, each in call.kwargs.items() if key not in ("device", "layout", "pin_memory")}
         try:
-            return RECORDED[name](self.made, *map(self._number, call.args), **named)
+            return RECORDED[name](self.made, *self._operands(call), **named)
         except TypeError as error:
             raise Refused(f"{name} with other arguments than tensors and numbers") from error
 
@@ -240,8 +239,34 @@ class _Recorder:
             total = self.made.apply("add", total, self.made.apply("mul", *factors))
         return total
 
-    def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
-        return found if isinstance(found, _Entries) else in_kind(self.made, found, dtype)
+    def _of_dtype(self, found: int | _Entries, call: _Call) -> int | _Entries:
+        """A node of PyTorch's dtype. An operation on numbers may have another kind, such as bool for a sum of bools, or
+        other bits of integers.
+        """
+        if isinstance(found, _Entries):
+            return found
+        dtype = call.result.dtype
+        was_float = self.made.nodes[found].kind == "float" and dtype in BITS  # sign and floor are operations on floats
+        if was_float or self._widens(call) or (call.name in WRAPPING and dtype in NARROW):
+            return of_bits(self.made, found, dtype)
+        return in_kind(self.made, found, dtype)
+
+    def _operands(self, call: _Call) -> list[Any]:
+        nodes = list(map(self._number, call.args))
+        if call.name in WRAPPING and self._widens(call):
+            return [of_bits(self.made, x, torch.int64) for x in nodes]
+        return nodes
+
+    def _widens(self, call: _Call) -> bool:
+        """Whether the result has 64 bits, but no argument: as a node a number has as many as the other arguments."""
+        if call.result.dtype != torch.int64:
+            return False
+        for x in call.args:
+            if isinstance(x, (_Call, Tensor)) and (x.result if isinstance(x, _Call) else x).dtype == torch.int64:
+                node = self._value(x)
+                if isinstance(node, _Entries) or self.made.nodes[node].op != "number":
+                    return False
+        return True
 
     def _literal(self, x: Tensor) -> int:
         if x.ndim > 0:

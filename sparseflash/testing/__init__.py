@@ -16,44 +16,13 @@ The size of rounding errors depends on shapes and values, so the allowed error i
 `assert_exact` raises if a result does not pass, `compare` returns all errors; both take any function of q, k and v.
 """
 
-from sparseflash.testing.comparison import Comparison as Comparison
-from sparseflash.testing.comparison import assert_exact as assert_exact
-from sparseflash.testing.comparison import compare as compare
-from sparseflash.testing.comparison import compare_results as compare_results
-from sparseflash.testing.comparison import plain_errors as plain_errors
-from sparseflash.testing.definition import Changes as Changes
-from sparseflash.testing.definition import Inputs as Inputs
-from sparseflash.testing.definition import by_definition as by_definition
-from sparseflash.testing.definition import largest_score as largest_score
-from sparseflash.testing.definition import results_of as results_of
-from sparseflash.testing.sampling import Part as Part
-from sparseflash.testing.sampling import sampled_heads as sampled_heads
-from sparseflash.testing.sampling import sampled_part as sampled_part
-from sparseflash.testing.yardstick import Error as Error
-from sparseflash.testing.yardstick import draws_for as draws_for
-from sparseflash.testing.yardstick import error_of as error_of
-from sparseflash.testing.yardstick import largest_error as largest_error
-from sparseflash.testing.yardstick import live_queries as live_queries
-from sparseflash.testing.yardstick import plain_dtype as plain_dtype
+from sparseflash.testing.comparison import Comparison, assert_exact, compare, compare_results, plain_errors
+from sparseflash.testing.definition import Changes, Inputs, by_definition, largest_score, results_of
+from sparseflash.testing.sampling import Part, sampled_heads, sampled_part
+from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_error, live_queries, plain_dtype
 
 __all__ = [
-    "Changes",
-    "Comparison",
-    "Error",
-    "Inputs",
-    "Part",
-    "assert_exact",
-    "by_definition",
-    "compare",
-    "compare_results",
-    "draws_for",
-    "error_of",
-    "largest_error",
-    "largest_score",
-    "live_queries",
-    "plain_dtype",
-    "plain_errors",
-    "results_of",
-    "sampled_heads",
-    "sampled_part",
-]
+    "Changes", "Comparison", "Error", "Inputs", "Part", "assert_exact", "by_definition", "compare", "compare_results",
+    "draws_for", "error_of", "largest_error", "largest_score", "live_queries", "plain_dtype", "plain_errors",
+    "results_of", "sampled_heads", "sampled_part",
+]  # fmt: skip

@@ -71,13 +71,6 @@ def test_flops_are_those_of_the_products(mask, dim, v_dim):
     assert forward.efficiency == backward.efficiency == (forward.useful / forward.computed if in_all else 1.0)
 
 
-def test_flops_of_dense_attention_are_those_that_flash_attention_counts():
-    mask = BlockMask.dense(1024)
-    forward, backward = (flops(mask, 64, backward=way, batch=2, heads=8) for way in (False, True))
-    assert forward.useful == forward.computed == forward.performed == 4 * 64 * 1024**2 * 16
-    assert backward.useful == backward.computed == 2.5 * forward.useful
-
-
 def test_performed_flops_count_every_product_of_the_kernels_at_its_padded_size():
     mask = BlockMask.dense(256)
     scores = 2 * 256**2

@@ -90,42 +90,6 @@ def test_without_a_number_of_layers_each_mask_is_one_layer():
     assert reach([window, butterfly]) == reach([window, butterfly], 2)
 
 
-def test_the_first_mask_is_the_first_layer():
-    first = BlockMask.from_function(lambda q, k: (q == 1) & (k == 0), 16, block=16)
-    second = BlockMask.from_function(lambda q, k: (q == 2) & (k == 1), 16, block=16)
-    assert reach([first, second]).to_dense()[0, 0, 2, 0]
-    assert not reach([second, first]).to_dense()[0, 0, 2, 0]
-
-
-def test_heads_are_united():
-    heads = torch.zeros(2, 32, 32, dtype=torch.bool)
-    heads[0, 5, 4] = heads[1, 4, 3] = True
-    found = reach(BlockMask.from_dense(heads, block=16), 2)
-    assert found.shape == (1, 1, 32, 32)
-    assert found.to_dense()[0, 0, 5].nonzero().squeeze(1).tolist() == [3, 4, 5]
-
-
-def test_padding_neither_reaches_nor_is_reached():
-    mask = BlockMask.dense(40, block=16).with_lengths(torch.tensor([20, 0, 40]))
-    assert reach(mask, 2).to_dense().sum((1, 2, 3)).tolist() == [400, 0, 1600]
-    assert layers_to_full_reach(mask) == 1
-    assert layers_to_full_reach(BlockMask.dense(40, block=16).with_lengths(torch.tensor([0]))) == 0
-
-
-@pytest.mark.parametrize("length", [1, 100, 300])
-def test_windows_add_up(length):
-    mask = masks.local(length, window=33, block=32)
-    assert reach(mask, 4) == masks.local(length, window=4 * 32 + 1, block=32)
-    causal = masks.local(length, window=33, causal=True, block=32)
-    assert reach(causal, 4) == masks.local(length, window=4 * 32 + 1, causal=True, block=32)
-
-
-def test_a_cycle_of_tokens_is_walked_one_by_one():
-    mask = BlockMask.from_function(lambda q, k: (q - k) % 90 == 1, 90, block=16)
-    assert reach(mask, 7) == BlockMask.from_function(lambda q, k: (q - k) % 90 <= 7, 90, block=16)
-    assert layers_to_full_reach(mask) == diameter(mask) == 89
-
-
 # ---------------------------------------------------------------------- layers to full reach
 
 
@@ -152,32 +116,6 @@ def test_a_butterfly_reaches_everything_in_log2_layers(count):
     if count & (count - 1) == 0:
         assert found == max(most, 1)  # one block still needs a layer to see itself whole
     assert layers_to_full_reach(masks.butterfly(count * 16 - 3, block=16, causal=True), causal=True) <= max(most, 1)
-
-
-def test_the_lower_triangle_of_the_xor_butterfly_reaches_only_subsets_of_bits():
-    i, j = torch.arange(128)[:, None], torch.arange(128)
-    xor = ((i ^ j) == 0) | (((i ^ j) & ((i ^ j) - 1)) == 0)
-    mask = BlockMask.from_layout(xor & (j <= i), block=16)
-    assert layers_to_full_reach(mask, causal=True) is None
-    closure = reach(mask, diameter(mask))
-    assert closure == BlockMask.from_layout((i & j) == j, block=16)
-    assert diameter(mask) == 7
-    previous = BlockMask.from_layout((xor & (j <= i)) | (i - j == 1), block=16)
-    assert layers_to_full_reach(previous, causal=True) == 11
-
-
-def test_staged_factors_take_one_layer_each():
-    i, j = torch.arange(32)[:, None], torch.arange(32)
-    stages = [BlockMask.from_layout(((i ^ j) == 0) | ((i ^ j) == 1 << k), block=16) for k in range(5)]
-    assert layers_to_full_reach(stages) == layers_to_full_reach(stages[::-1]) == diameter(stages) == 5
-    assert layers_to_full_reach(stages[:4]) is None
-
-
-def test_causal_reach_of_a_causal_mask_takes_one_layer_and_the_future_is_never_reached():
-    mask = masks.causal(1000, block=64)
-    assert layers_to_full_reach(mask, causal=True) == diameter(mask) == 1
-    assert layers_to_full_reach(mask) is None
-    assert reach(mask, 5) == mask
 
 
 @pytest.mark.parametrize(("length", "window"), [(2000, 33), (2000, 201), (4096, 257)])

@@ -301,13 +301,6 @@ def test_a_tangent_of_an_incoming_gradient_is_refused_and_not_taken_for_zero(bac
             assert all(map(torch.equal, found, torch.autograd.grad(out, inputs, ones)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_functional_gradients_are_refused_in_our_words(backend):
-    q, k, v = (x.detach() for x in tensors(tokens=FEW))
-    with pytest.raises(NotImplementedError, match=r"torch\.func\.grad .* not implemented by the"):
-        torch.func.grad(lambda x: attention(x, k, v, backend=backend).sum())(q)
-
-
 def transformed(run):
     def total(x):
         return run(x).sum()

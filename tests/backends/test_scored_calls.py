@@ -317,8 +317,12 @@ def test_an_exported_program_holds_the_attention(kind, backend):
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
-    "record", [torch.export.export, torch.jit.trace, lambda layer, inputs: make_fx(layer)(*inputs)]
-)
+    "record",
+    [
+        torch.export.export, torch.jit.trace, lambda layer, inputs: make_fx(layer)(*inputs),
+        lambda layer, inputs: torch.func.functionalize(layer)(*inputs),
+    ],
+)  # fmt: skip
 def test_a_function_is_refused_by_what_records_operations(record, backend):
     layer = Layer(Problem("function", backend))
     with pytest.raises(NotImplementedError, match=rf"cannot record scores\.function with the {backend} backend"):

@@ -290,21 +290,6 @@ def test_a_sink_far_above_or_below_all_scores_is_harmless():
     assert torch.equal(out[:, 1], plain[:, 1]) and torch.equal(lse[:, 1], plain_lse[:, 1])
 
 
-def test_calls_without_changes_give_the_bits_that_they_gave_before():
-    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16) for _ in range(3))
-    plain = attention(q, k, v, masks.causal(40, block=16), backend="triton")
-    attention(q, k, v, masks.causal(40, block=16), scores=scores.softcap(1.0), backend="triton")
-    assert torch.equal(attention(q, k, v, masks.causal(40, block=16), backend="triton"), plain)
-
-
-def test_a_learned_tensor_without_a_gradient_costs_none():
-    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
-    slopes, pair = torch.rand(2, requires_grad=True), torch.randn(1, 2, 40, 40)
-    out = attention(q, k, v, scores=scores.alibi(slopes) + scores.bias(pair), backend="triton")
-    out.sum().backward()
-    assert slopes.grad is not None and pair.grad is None
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["empty", "zeros"])
 def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_shared(name, batch):

@@ -208,11 +208,6 @@ def test_the_way_to_an_error_in_ones_own_code_begins_at_the_expression(own):
     assert "TypeError: live must answer for many pairs at once." in said.splitlines()[-1]
 
 
-def test_a_file_that_is_no_mask_is_told_in_a_line(tmp_path):
-    (tmp_path / "no.mask").write_text("no mask")
-    assert run("show", str(tmp_path / "no.mask"), code=2).startswith("Error: ")
-
-
 def test_ones_own_code_may_lie_beside_the_library(tmp_path, monkeypatch):
     """Folders are compared, not the beginnings of their names; through links, too."""
     library = Path(masks.__file__).resolve().parents[1] / "sparseflash"
@@ -659,18 +654,11 @@ def test_patterns_describes_one():
 @pytest.mark.parametrize(
     ("name", "mask"),
     [
-        ("m.mask", "RAGGED"),
-        ("m.npz", "HOLES"),
-        ("m.npy", "RAGGED"),
-        ("sdpa", "RAGGED"),
-        ("torch-sparse", "HOLES"),
-        ("flex", "RAGGED"),
-        ("fa4", "WHOLE"),
-        ("flashinfer", "CAUSAL"),
-        ("flashmask", "CAUSAL"),
+        ("m.mask", "RAGGED"), ("m.npz", "HOLES"), ("m.npy", "RAGGED"), ("sdpa", "RAGGED"), ("torch-sparse", "HOLES"),
+        ("flex", "RAGGED"), ("fa4", "WHOLE"), ("flashinfer", "CAUSAL"), ("flashmask", "CAUSAL"),
         ("deepspeed", "WHOLE"),
     ],
-)
+)  # fmt: skip
 def test_a_converted_mask_is_the_same_when_it_is_read(tmp_path, name, mask):
     mask = {"RAGGED": RAGGED, "HOLES": HOLES, "WHOLE": WHOLE, "CAUSAL": masks.causal(128, block=32)}[mask]
     mask.save(tmp_path / "in.mask")
@@ -756,14 +744,10 @@ CONVERTED = {"kind": "sparseflash.convert", "format": "deepspeed", "block": [16,
 @pytest.mark.parametrize(
     ("entry", "value"),
     [
-        ("format", []),
-        ("block", None),
-        ("fields", None),
-        ("fields", {}),
-        ("fields", FIELDS | {"layout": 3}),
+        ("format", []), ("block", None), ("fields", None), ("fields", {}), ("fields", FIELDS | {"layout": 3}),
         ("fields", FIELDS | {"block": "16"}),
     ],
-)
+)  # fmt: skip
 def test_contents_that_convert_does_not_write_are_told_in_a_line(tmp_path, entry, value):
     file = tmp_path / "m.pt"
     torch.save(CONVERTED, file)

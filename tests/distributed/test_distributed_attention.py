@@ -362,13 +362,6 @@ def test_the_model_counts_the_bytes_of_heads_that_travel(pool):
     assert bytes_ == plan.chosen(distributed.Shape(1, 8, 4, 16, 16, torch.float32)).mean_bytes * 4 + lse
 
 
-def test_nothing_is_exchanged_where_documents_stay_on_their_ranks(pool):
-    mask = masks.documents([64, 64, 64, 64], causal=True, block=16)
-    q, k, v = tensors(mask)
-    testing.assert_exact(sharded(pool, 4, mask, {"strategy": "keys"}), q, k, v, mask)
-    assert pool.run(4, sharded_attention.sent) == [(0, 0)] * 4
-
-
 def only_some_gradients(member, mask, tensors, wanted):
     plan = distributed.shard(mask, member.group, strategy="keys", stages=2)
     local = [plan.scatter(x.detach()).requires_grad_(name in wanted) for name, x in zip("qkv", tensors, strict=True)]
@@ -429,37 +422,6 @@ def test_tokens_go_to_their_ranks_and_back(pool, x, dim, ranks):
         assert torch.equal(whole, x)
         if gradient is not None:
             assert torch.equal(gradient, torch.arange(x.numel(), dtype=x.dtype).view(x.shape))
-
-
-def train(member, mask, steps):
-    torch.manual_seed(0)
-    plan = distributed.shard(mask, member.group)
-    weights = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(4))
-    x, target = torch.randn(1, mask.q_len, 16), torch.randn(1, mask.q_len, 16)
-    optimizer = torch.optim.Adam(weights, lr=1e-3)
-    losses = []
-    for _ in range(steps):
-        local = plan.scatter(x)
-        local = local + torch.sin(plan.positions.float() / 7)[:, None]
-        q, k, v = ((local @ weight).unflatten(-1, (2, 8)).transpose(1, 2) for weight in list(weights)[:3])
-        out = distributed.attention(q, k, v, plan).transpose(1, 2).flatten(2) @ weights[3]
-        loss = ((plan.gather(out) - target) ** 2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        for weight in weights:
-            torch.distributed.all_reduce(weight.grad, group=member.group)
-        optimizer.step()
-        losses.append(float(loss))
-    return losses
-
-
-def test_losses_of_two_ranks_follow_those_of_one_for_200_steps(pool):
-    mask = masks.causal(96, block=16)
-    (alone,) = pool.run(1, train, mask, 200)
-    first, second = pool.run(2, train, mask, 200)
-    assert first == second
-    assert alone[-1] < 0.8 * alone[0]
-    torch.testing.assert_close(torch.tensor(first), torch.tensor(alone), rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- what is refused

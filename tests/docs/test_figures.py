@@ -411,10 +411,10 @@ def test_numbers_of_compiled_kernels_are_those_of_the_files(tmp_path):
 
 
 def test_the_store_stays_small():
-    """Fewer than 150 files and 6 MiB; no page of more than 1,500 words."""
+    """Fewer than 150 files and 2 MiB; no page of more than 1,500 words."""
     files = [path for path in store.RESULTS.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) < 150
-    assert sum(path.stat().st_size for path in files) < 6 * 2**20
+    assert sum(path.stat().st_size for path in files) < 2 * 2**20
     assert {
         path.name: n for path in files if path.suffix == ".md" and (n := len(path.read_text().split())) > 1500
     } == {}

@@ -12,31 +12,11 @@ from tests.docs.pages import ROOT
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
-def words(path):
-    return " ".join((ROOT / path).read_text().split())
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/pages/tutorial.md"])
-def test_a_page_has_the_sentence(page):
-    assert said.sentence().rstrip(".") in words(page), "<!-- text: triton-versions --><!-- /text --> writes it"
-
-
-def test_the_questions_have_the_table():
-    assert "<!-- table: triton-versions -->" in (ROOT / "docs/pages/faq.md").read_text()
-
-
 def test_every_version_was_timed_beside_the_first():
     measured = stored()["triton-versions/h200"]
     assert {each.way for each in measured.measurements if "portable" not in each.way} == set(said.rows().values())
     for way in said.rows().values():
         assert len(measured.matching(f"{said.NAMES}/*/{way}")) >= 24, "twelve cases of `speed --quick`, two passes"
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/pages/faq.md", "docs/pages/tutorial.md"])
-def test_the_oldest_versions_are_those_of_the_list(page):
-    oldest = MEASURED[0]
-    assert set(re.findall(r"(?:torch|PyTorch) (\d\.\d+) or newer", words(page))) == set(oldest.torch)
-    assert set(re.findall(r"Triton (\d\.\d+) or newer", words(page))) <= {named((oldest.triton,))}
 
 
 def test_pip_takes_the_oldest_and_refuses_no_newer_one():
@@ -45,12 +25,6 @@ def test_pip_takes_the_oldest_and_refuses_no_newer_one():
         re.findall(r"[\"'](torch|triton)([^\"';]*)", PYPROJECT.partition("dependencies = [")[2].split("]")[0])
     )
     assert bounds == {"torch": f">={oldest.torch[0]}", "triton": f">={named((oldest.triton,))}"}
-
-
-def test_the_comment_beside_them_says_what_each_pytorch_pins():
-    pinned = dict(re.findall(r"(\d+\.\d+) pins (\d+\.\d+)\.\d+", PYPROJECT))
-    wanted = {torch: named((each.triton,)) for each in MEASURED for torch in each.torch}
-    assert pinned == wanted, "the comment beside triton in pyproject.toml"
 
 
 def test_the_versions_of_the_tests_are_measured_ones():

@@ -390,15 +390,6 @@ def test_plot_has_a_grid_line_between_all_tiles_where_they_are_few():
     assert len(axes.get_xticks(minor=True)) == 0
 
 
-def test_plot_has_a_panel_for_each_different_pattern():
-    layout = torch.zeros(3, 8, 8, dtype=torch.bool)
-    layout[1] = True
-    mask = BlockMask.from_layout(layout, block=64)
-    figure = mask.plot()
-    assert [axes.get_title() for axes in figure.axes] == ["heads 0, 2\n0 % live", "head 1\n100 % live"]
-    assert [axes.get_title() for axes in mask.plot(heads=1).axes] == ["head 1\n100 % live"]
-
-
 def test_plot_by_head_has_a_panel_for_every_head_and_a_row_for_every_batch_element():
     layout = torch.zeros(2, 3, 4, 4, dtype=torch.bool)
     layout[1, 2] = True

@@ -69,14 +69,9 @@ def _one_pattern(
     single[rng.integers(block_q), rng.integers(block_k)] = True
     every = np.ones(block, dtype=bool)
     of_kind = {
-        "dead": ~every,
-        "full": every,
-        "random": every,
-        "lower": np.tril(every),
-        "upper": np.triu(every, 1),
-        "repeated": rng.random(block) < 0.3,
-        "single": single,
-    }
+        "dead": ~every, "full": every, "random": every, "lower": np.tril(every), "upper": np.triu(every, 1),
+        "repeated": rng.random(block) < 0.3, "single": single,
+    }  # fmt: skip
     which = rng.integers(len(kinds), size=(rows, cols))
     grid = np.stack([of_kind[kind] for kind in kinds])[which]
     is_random = np.array([kind == "random" for kind in kinds])[which]

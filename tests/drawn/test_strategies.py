@@ -143,14 +143,6 @@ def test_heads_use_the_pattern_of_their_number():
     assert dense.any(-1).any(-1).tolist() == [[True, False, True], [False, False, True]]
 
 
-def test_the_same_seed_gives_the_same_mask():
-    made = [
-        dense_mask(q_len=50, k_len=50, block=(16, 16), patterns=[["random"]], heads=[[0]], holes="both", seed=number)
-        for number in (1, 1, 2)
-    ]
-    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
-
-
 # ---------------------------------------------------------------------- block masks
 
 

@@ -112,30 +112,6 @@ def test_flexattention_need_not_sort_all_tiles(monkeypatch):
     assert from_flex(to_flex(mask)) == mask
 
 
-def test_a_mask_mod_that_does_not_broadcast_comes_in():
-    table = torch.rand(50, 4) < 0.5
-    documents = torch.arange(50) // 7
-
-    def mod(b, h, q, k):
-        return (documents[q] == documents[k]) & (table[q].sum() > h) & (k <= q + b)
-
-    flex = create_block_mask(mod, 2, 2, 50, 50, device="cpu", BLOCK_SIZE=16)
-    want = create_mask(mod, 2, 2, 50, 50, device="cpu")
-    assert from_flex(flex) == BlockMask.from_dense(want, block=16)
-
-
-def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
-    documents = torch.arange(100).reshape(2, 50) // 7
-
-    def mod(b, h, q, k):
-        return documents[b, q] == documents[b, k]
-
-    flex = create_block_mask(mod, 2, None, 50, 50, device="cpu", BLOCK_SIZE=16)
-    each = [BlockMask.from_function(lambda q, k, b=b: mod(b, 0, q, k), 50, block=16) for b in range(2)]
-    assert from_flex(flex) == masks.per_batch(each) == BlockMask.from_function(mod, 50, batch=2, block=16)
-    assert each[0] != each[1]
-
-
 SPELLINGS = data_rules(Data(0, 20))
 
 

@@ -106,15 +106,11 @@ def test_the_pattern_of_the_library_is_the_same_rule(rule):
 @pytest.mark.parametrize(
     ("grid", "window", "dilation", "reordered"),
     [
-        ((64, 64), 9, (1, 1), True),
-        ((60, 50), 13, (1, 1), True),
-        ((32, 32), 9, (2, 1), True),
-        ((8, 32, 32), 7, (1, 1, 1), True),
-        ((256,), 5, (4,), True),
-        ((32, 32), 3, (1, 1), False),
+        ((64, 64), 9, (1, 1), True), ((60, 50), 13, (1, 1), True), ((32, 32), 9, (2, 1), True),
+        ((8, 32, 32), 7, (1, 1, 1), True), ((256,), 5, (4,), True), ((32, 32), 3, (1, 1), False),
         ((256,), 5, (1,), False),
     ],
-)
+)  # fmt: skip
 def test_the_order_with_fewer_live_tiles_is_taken(grid, window, dilation, reordered):
     ones = (1,) * len(grid)
     windows = (window,) * len(grid)

@@ -6,20 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash.interop import sglang, vllm
-
-
-def plain(q, k, v, left, softcap, sink, scale):
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = q.transpose(0, 1) @ keys.mT * scale
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    p, t = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
-    live = (t <= p) & (t >= p - left if left >= 0 else True)
-    scores = scores.masked_fill(~live, -torch.inf)
-    if sink is not None:
-        scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q), 1)], -1)
-    weights = scores.softmax(-1)[..., : len(k)]
-    return (weights @ values).transpose(0, 1), scores.logsumexp(-1)
+from tests.interop.test_flash_attn import defined, live_scores
 
 
 class Pool:
@@ -44,8 +31,11 @@ class Pool:
         self.sink = torch.randn(4, generator=generator, dtype=torch.float64)
 
     def wanted(self, left, softcap, sink, scale=0.25):
-        parts = zip(self.q, self.keys, self.values)
-        outs, lses = zip(*(plain(q, k, v, left, softcap, sink, scale) for q, k, v in parts))
+        parts = [
+            defined(q, k, v, live_scores(len(q), len(k), True, (left, -1)), scale=scale, softcap=softcap, sink=sink)
+            for q, k, v in zip(self.q, self.keys, self.values)
+        ]
+        outs, lses = zip(*parts)
         return torch.cat(outs), torch.cat(lses, 1)
 
 

@@ -13,16 +13,9 @@ def operate(out_ptr, SIZE: tl.constexpr):
     zero, minus_zero = x * 0.0 + 0.0, x * 0.0 * -0.0
     results = (x + 2, 2 + x, x + 2.0, x < 1, 3 - x, x / 2, whole + 2, 2 - whole, whole // 2, whole % 3, whole / 4)
     results = (
-        *results,
-        half / 3,
-        half / (half + 1),
-        half + 3,
-        half * x,
-        whole + x,
-        x + zero,
-        minus_zero + 0.0,
+        *results, half / 3, half / (half + 1), half + 3, half * x, whole + x, x + zero, minus_zero + 0.0,
         minus_zero * 1.0,
-    )
+    )  # fmt: skip
     results = (*results, (x > 0) & (whole > 0), whole & 1, (x > 0) | (x < -1), tl.where(x > 0, x, 1), whole + True)
     for row in tl.static_range(len(results)):
         tl.store(out_ptr + row * SIZE + at, results[row].to(tl.float32))

@@ -10,7 +10,7 @@ inside functions and for types count.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability compile_ahead configs device "
-    "direct_start launcher native python_start",
+    "direct_start launcher native",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores table_sums",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
@@ -123,7 +123,7 @@ _EXPERIMENTS = {
     "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
-    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
     "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks:timing": "training",
@@ -171,16 +171,7 @@ FACADE = "sparseflash.blockmask.mask"
 
 # Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
-    "sparseflash/backends/triton",
-    "masks/fused/block_scores.py",
-    "masks/fused/index.py",
-    "masks/fused/largest.py",
-    "masks/fused/rows.py",
-    "masks/fused/runs.py",
-    "masks/fused/select.py",
-    "masks/fused/starts.py",
-    "masks/fused/summed_scores.py",
-    "masks/fused/tile_scores.py",
-    "masks/fused/starts.py",
-    "masks/fused/unused.py",
-)
+    "sparseflash/backends/triton", "masks/fused/block_scores.py", "masks/fused/index.py", "masks/fused/largest.py",
+    "masks/fused/rows.py", "masks/fused/runs.py", "masks/fused/select.py", "masks/fused/starts.py",
+    "masks/fused/summed_scores.py", "masks/fused/tile_scores.py", "masks/fused/unused.py",
+)  # fmt: skip

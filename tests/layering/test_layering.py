@@ -22,14 +22,10 @@ def refused(module, imports):
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("import a.b as c", ("a.b", "")),
-        ("from a import b", ("a", "b")),
-        ("from . import x", ("p.q", "x")),
-        ("from .x import y", ("p.q.x", "y")),
-        ("from .. import x", ("p", "x")),
-        ("from ..x import y", ("p.x", "y")),
+        ("import a.b as c", ("a.b", "")), ("from a import b", ("a", "b")), ("from . import x", ("p.q", "x")),
+        ("from .x import y", ("p.q.x", "y")), ("from .. import x", ("p", "x")), ("from ..x import y", ("p.x", "y")),
     ],
-)
+)  # fmt: skip
 def test_imports_are_read_with_their_full_names(source, expected):
     assert Imports(source, "p.q.module").everywhere == {expected}
     assert Imports(source, "p.q", is_package=True).everywhere == {expected}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sparseflash import BlockMask, attention, decode, masks, scores
-from sparseflash.backends.reference import plain_attention
 from sparseflash.scores.change import Sizes, scores_of
 from sparseflash.testing.yardstick import error_of, largest_error
+from tests.compared.exactness import plain_attention
 
 Added = Callable[[int, Tensor, Tensor], Tensor]  # (head, queries [n, 1], keys [m]) -> change of scores, fp64 [n, m]
 

@@ -120,11 +120,3 @@ def test_a_function_must_not_capture_what_is_learned():
     gain = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match="must not capture tensors that require gradients"):
         scores.function(lambda score, b, h, q, k: score * gain[h])
-
-
-def test_gradients_of_gradients_are_refused():
-    q, k, v = (torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3))
-    out = attention(q, k, v, scores=scores.softcap(1.0), backend="blockwise")
-    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradients of gradients"):
-        dq.sum().backward()

@@ -68,19 +68,6 @@ def test_gradients_have_the_same_bits_every_time(kind):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_bias_of_zeros_or_a_temperature_of_one_changes_nothing():
-    q, k, v = (torch.randn(1, 2, 60, 16, dtype=torch.float64) for _ in range(3))
-    mask = masks.causal(60, block=16)
-    zeros = torch.zeros(2, dtype=torch.float64)
-    none = [
-        scores.alibi(zeros), scores.bias(zeros.view(1, 2, 1, 1).expand(1, 2, 60, 60)),
-        scores.key_bias(zeros.view(1, 2, 1)), scores.temperature(zeros + 1),
-        scores.relative(zeros[:, None].expand(2, 5), scores.clipped(2)), scores.softcap(1e9),
-    ]  # fmt: skip
-    for change in none:
-        torch.testing.assert_close(attention(q, k, v, mask, scores=change), attention(q, k, v, mask))
-
-
 def test_the_written_order_does_not_matter_and_the_cap_comes_first():
     q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64) for _ in range(3))
     slopes = torch.tensor([0.5, 2.0], dtype=torch.float64)
@@ -148,15 +135,6 @@ def test_biases_of_keys_are_added_without_rounding_their_sum(dtype):
         assert torch.equal(one, other) and one.dtype == dtype
 
 
-def test_a_sink_is_a_key_without_a_value():
-    q, k, v = (torch.randn(1, 2, 30, 8, dtype=torch.float64) for _ in range(3))
-    logits = torch.tensor([0.3, -1.0], dtype=torch.float64)
-    out, lse = attention(q, k, v, scale=1.0, scores=scores.sink(logits), return_lse=True)
-    weights = torch.cat([q @ k.mT, logits.view(1, 2, 1, 1).expand(1, 2, 30, 1)], -1)
-    torch.testing.assert_close(lse, weights.logsumexp(-1))
-    torch.testing.assert_close(out, weights.softmax(-1)[..., :-1] @ v)
-
-
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
 def test_a_query_without_keys_gives_zero_and_the_sink_alone(backend):
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
@@ -168,23 +146,6 @@ def test_a_query_without_keys_gives_zero_and_the_sink_alone(backend):
     assert all((x == 0).all() for x in found)
     of_q, of_sink = torch.autograd.grad(lse[:, :, 1::2].sum(), (q, logits))
     assert (of_q == 0).all() and (of_sink == 10).all()
-
-
-def own(score, b, h, q, k, gain, shift):
-    return score * gain[h] + shift[b, k] * torch.sin(0.1 * (q - k).to(score.dtype))
-
-
-def test_ones_own_function_is_differentiated_by_autograd():
-    mask = masks.local(50, window=9, block=16)
-    q, k, v = (torch.randn(2, 2, 50, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    gain, shift = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2,), (2, 50)))
-    found = []
-    for backend in ("reference", "blockwise"):
-        changes = scores.function(own, gain, shift) + scores.sink(gain)
-        out, lse = attention(q, k, v, mask, scores=changes, backend=backend, return_lse=True)
-        found.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, gain, shift))])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_grids_and_windows_read_the_entry_of_their_offset():

@@ -1,1 +1,1 @@
-"""Compiles the kernels for any architecture, without a GPU, and reports their resources."""
+"""Compiles the kernels for any architecture, without a GPU."""

@@ -1,7 +1,4 @@
-"""`python -m experiments.benchmarks.compile`: compiles the kernels without a GPU and reports what they use.
-
-show: registers, spills and shared memory of chosen kernels. versions: the same under several versions of Triton.
-"""
+"""show: registers, spills and shared memory of chosen kernels. versions: the same under several versions of Triton."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from experiments.benchmarks.interpreter import compile_kernels
 RESULTS = Path("experiments/results/compile")
 ARITHMETIC = ("bfloat16", "float16", "tf32", "float32")
 # positions: dropout by positions in a whole sequence, as over several GPUs. split: rows and columns in chunks.
+TRITON = "A version as 3.6, which pip installs into a cache, or a folder with one; may be repeated."
 FEATURES = ("lengths", "dropout", "positions", "split", "gathered")
 
 app = typer.Typer(add_completion=False)
@@ -32,13 +30,9 @@ app = typer.Typer(add_completion=False)
 def show(
     arch: Annotated[list[int] | None, typer.Option(help="90 for compute capability 9.0; may be repeated.")] = None,
     dim: Annotated[list[int] | None, typer.Option(help="Head dim; may be repeated.")] = None,
-    arithmetic: Annotated[
-        list[str] | None, typer.Option(help="bfloat16, float16, tf32 or float32; may be repeated.")
-    ] = None,
-    value_dim: Annotated[int | None, typer.Option(help="Head dim of values.", show_default="that of queries")] = None,
-    with_: Annotated[
-        list[str] | None, typer.Option("--with", help=f"From {', '.join(FEATURES)}; may be repeated.")
-    ] = None,
+    arithmetic: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(ARITHMETIC)}.")] = None,
+    value_dim: Annotated[int | None, typer.Option(help="Head dim of values.", show_default="the same")] = None,
+    with_: Annotated[list[str] | None, typer.Option("--with", help=f"From {', '.join(FEATURES)}.")] = None,
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON a kernel instead of a table.")] = False,
 ) -> None:
@@ -54,8 +48,7 @@ def show(
     from sparseflash.backends.triton.architecture import architecture_of
     from sparseflash.blockmask.arguments import BLOCKS
 
-    if block not in BLOCKS:
-        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
+    chosen("--block", [block], BLOCKS)
     if "gathered" in features and block > 32:
         raise typer.BadParameter(f"--with gathered needs a --block of 16 or 32; got {block}.")
     if "positions" in features and "dropout" not in features:
@@ -94,13 +87,7 @@ def show(
 
 @app.command()
 def versions(
-    triton: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A version as 3.6, which pip installs into a cache, or a folder with one; may be repeated.",
-            show_default="the oldest and the newest that were measured on a GPU",
-        ),
-    ] = None,
+    triton: Annotated[list[str] | None, typer.Option(help=TRITON, show_default="the oldest, the newest")] = None,
     out: Annotated[Path, typer.Option(help="File of the numbers.")] = RESULTS / "versions.csv",
     here: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:

@@ -1,5 +1,3 @@
-"""Compiles kernels as launches would, for an architecture that need not be present."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from sparseflash.backends.triton.launcher import Launch
 
 
 class NoDevice:
-    """Stands in for the CUDA driver: answers the queries that compilation makes."""
+    """Answers the queries that compilation makes."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch

@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.distributed`: `measure` times a few ranks."""
-
 from __future__ import annotations
 
 import os
@@ -24,9 +22,7 @@ def main() -> None:
 def measure(
     pattern: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
     tokens: Annotated[int, typer.Option(help="Of the whole sequence.")] = 131072,
-    heads: Annotated[
-        list[str] | None, typer.Option(help="Query and key heads; may be repeated.", show_default="16:16, 32:8")
-    ] = None,
+    heads: Annotated[list[str] | None, typer.Option(help="Queries' and keys'.", show_default="16:16, 32:8")] = None,
     dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
     way: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
     device: Device = "cuda",

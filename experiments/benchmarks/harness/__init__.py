@@ -13,26 +13,21 @@ It writes `runs/mine/mine.jsonl`, in the form of experiments.measurements, after
 """
 
 from experiments.benchmarks.harness.bench import Bench
-from experiments.benchmarks.harness.options import Commit, Device, Minutes, Out, Rounds, Seed, chosen, deadline
+from experiments.benchmarks.harness.options import (
+    Commit,
+    Device,
+    Minutes,
+    Out,
+    Rounds,
+    Seed,
+    chosen,
+    deadline,
+    separated,
+)  # fmt: skip
 from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, passes, reason
 from experiments.measurements import slug
 
 __all__ = [
-    "SAME_FUNCTION",
-    "Bench",
-    "Commit",
-    "Device",
-    "Minutes",
-    "Out",
-    "Rounds",
-    "Seed",
-    "Unavailable",
-    "Way",
-    "chosen",
-    "deadline",
-    "difference",
-    "failure_of",
-    "passes",
-    "reason",
-    "slug",
-]
+    "SAME_FUNCTION", "Bench", "Commit", "Device", "Minutes", "Out", "Rounds", "Seed", "Unavailable", "Way",
+    "chosen", "deadline", "difference", "failure_of", "passes", "reason", "separated", "slug",
+]  # fmt: skip

@@ -11,7 +11,7 @@ Device = Annotated[str, typer.Option(help="cuda; or cpu, where kernels are inter
 Commit = Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")]
 Out = Annotated[Path, typer.Option(help="A .jsonl file, or the folder for it.")]
 Rounds = Annotated[int, typer.Option(help="Turns of each way.", min=1)]
-Minutes = Annotated[float | None, typer.Option(help="Begin nothing after so many.", show_default="no limit")]
+Minutes = Annotated[float | None, typer.Option(help="Begin nothing that may end later.", show_default="no limit")]
 Seed = Annotated[int, typer.Option(help="Of the inputs.")]
 
 T = TypeVar("T")
@@ -20,11 +20,29 @@ T = TypeVar("T")
 def chosen(option: str, given: Iterable[T] | None, known: Iterable[T]) -> list[T]:
     known, given = list(known), list(given or ())
     if unknown := [value for value in given if value not in known]:
-        raise typer.BadParameter(f"{option} must be from {', '.join(map(str, known))}; got {unknown[0]}.")
+        names = [str(value) for value in known]
+        listed = (" | " if any("," in name for name in names) else ", ").join(names)
+        raise typer.BadParameter(f"{option} must be from {listed}; got {unknown[0]}.")
     return given or known
 
 
+def separated(*given: str) -> list[str]:
+    """The values of options with commas."""
+    return list(dict.fromkeys(name.strip() for each in given for name in each.split(",") if name.strip()))
+
+
 def deadline(minutes: float | None) -> Callable[[], bool]:
-    """Whether the minutes from now on are over; None: never."""
-    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    return lambda: time.monotonic() > end
+    """Whether what begins now may end later than this many minutes from now; None: never.
+
+    It may take as long as the longest time between two calls of the function that is returned.
+    """
+    last, longest = time.monotonic(), 0.0
+    end = float("inf") if minutes is None else last + 60 * minutes
+
+    def late() -> bool:
+        nonlocal last, longest
+        now = time.monotonic()
+        last, longest = now, max(longest, now - last)
+        return now + longest > end
+
+    return late

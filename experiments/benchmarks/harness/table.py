@@ -1,5 +1,3 @@
-"""Measurements as tables for people."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

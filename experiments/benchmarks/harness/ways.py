@@ -1,5 +1,3 @@
-"""A way of computing a case, and whether two ways compute the same."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,4 @@
-"""Models of Hugging Face Transformers with random weights: this attention in place of their own, beside the others that
-Transformers offers.
+"""Models of Transformers with random weights: this attention beside those that Transformers offers.
 
-    python -m experiments.benchmarks.huggingface models --model llama
+python -m experiments.benchmarks.huggingface models --model llama
 """

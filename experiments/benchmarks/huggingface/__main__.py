@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.huggingface`: the commands `models` and `generate`."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,8 +16,7 @@ from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 
 Implementations = Annotated[
-    list[str] | None,
-    typer.Option("--implementation", help="eager, sdpa, flex_attention, sparseflash; may be repeated."),
+    list[str] | None, typer.Option("--implementation", help="eager, sdpa, flex_attention, sparseflash.")
 ]
 Small = Annotated[bool, typer.Option("--small", help="Tiny widths, for a trial.")]
 
@@ -31,9 +28,7 @@ def main() -> None:
 
 @app.command()
 def models(
-    model: Annotated[
-        list[str] | None, typer.Option(help="llama, gpt2, t5, swin, gemma2, gpt-oss, bert; may be repeated.")
-    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help=", ".join(shape.name for shape in SHAPES))] = None,
     implementation: Implementations = None,
     tokens: Annotated[int | None, typer.Option(help="Of a row.", show_default="the model's", min=16)] = None,
     batch: Annotated[int | None, typer.Option(help="Rows, or images.", show_default="the model's", min=1)] = None,
@@ -65,14 +60,11 @@ def models(
 
 @app.command()
 def generate(
-    prompt: Annotated[
-        list[int] | None, typer.Option(help="May be repeated.", show_default="4096, 16384, 65536")
-    ] = None,
+    prompt: Annotated[list[int] | None, typer.Option(help="Tokens.", show_default="4096, 16384, 65536")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="May be repeated.", show_default="1, 8")] = None,
     new: Annotated[int, typer.Option(help="Tokens to generate.", min=3)] = 32,
     implementation: Implementations = None,
     compile: Annotated[bool, typer.Option(help="Also as Transformers compiles with a static cache.")] = False,
-    check: Annotated[bool, typer.Option(help="First compare tokens with those of eager attention.")] = True,
     rounds: Rounds = 3,
     minutes: Minutes = None,
     device: Device = "cuda",
@@ -91,16 +83,15 @@ def generate(
     lengths, batches = prompt or [4096, 16_384, 65_536], batch or [1, 8]
     room = max(lengths) + new
     wrong = []
-    if check:
-        model = GENERATED.made(torch.float32, bench.device, tokens=room, small=small, check=False)
-        for way, (_, found) in zip(ways, same_tokens(model, ways).items(), strict=True):
-            failure = "" if found == generation.SAME else found
-            value = None if failure else float(generation.CHECKED_NEW)
-            bench.add(f"same-tokens/{way.path}", value, "tokens", failure=failure)
-            if failure.startswith("differ") and way.implementation == OURS:
-                wrong.append(str(way))
-        del model
-        release(bench.device)
+    model = GENERATED.made(torch.float32, bench.device, tokens=room, small=small, check=False)
+    for way, (_, found) in zip(ways, same_tokens(model, ways).items(), strict=True):
+        failure = "" if found == generation.SAME else found
+        value = None if failure else float(generation.CHECKED_NEW)
+        bench.add(f"same-tokens/{way.path}", value, "tokens", failure=failure)
+        if failure.startswith("differ") and way.implementation == OURS:
+            wrong.append(str(way))
+    del model
+    release(bench.device)
     model = GENERATED.made(dtype_on(bench.device), bench.device, tokens=room, small=small, check=False)
     for length in lengths:
         for count in batches:

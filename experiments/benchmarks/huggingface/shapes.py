@@ -1,4 +1,4 @@
-"""Models by their configs: the widths and heads of published ones, with fewer layers and a small vocabulary."""
+"""Models by their configs: widths and heads of published ones, fewer layers, a small vocabulary."""
 
 from __future__ import annotations
 

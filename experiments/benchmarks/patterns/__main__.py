@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks.patterns`: the pattern library as one page of pictures and one table of numbers."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -34,40 +32,33 @@ def draw_gallery(
     out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("masks/gallery.png"),
     tokens: Annotated[int, typer.Option(help="Length of the masks drawn.", min=1)] = 1024,
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = 32,
-    columns: Annotated[int, typer.Option(help="Pictures side by side.", min=1)] = 5,
     only: Only = None,
 ) -> None:
     """Draw every pattern into one page."""
-    patterns = _selected(only, block)
-    path = gallery.save(gallery.page(patterns, tokens, block, columns=columns), out)
+    chosen("--block", [block], BLOCKS)
+    patterns = select(only)
+    path = gallery.save(gallery.page(patterns, tokens, block), out)
     print(f"{len(patterns)} patterns, {path.stat().st_size / 1000:.0f} KB: {path}")
 
 
 @app.command(name="table")
 def make_table(
-    out: Annotated[
-        Path | None, typer.Option(help="A Markdown file; the table goes between its two marks, or at its end.")
-    ] = None,
-    results: Annotated[
-        Path, typer.Option(help="JSON file of all rows: what --only leaves out stays as measured there.")
-    ] = RESULTS,
+    out: Annotated[Path | None, typer.Option(help="A Markdown file, for the table between its two marks.")] = None,
+    results: Annotated[Path, typer.Option(help="JSON file of all rows, --only or not.")] = RESULTS,
     only: Only = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Length at which building is timed.", show_default="each pattern's own", min=1)
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Built length.", show_default="the pattern's", min=1)] = None,
     at: Annotated[int, typer.Option(help="Length at which density, tiles and layers are counted.", min=1)] = AT,
     block: Annotated[int, typer.Option(help="Tokens a tile side.")] = BLOCK,
     repeats: Annotated[int, typer.Option(help="Builds whose median time is taken.", min=1)] = 5,
-    peers: Annotated[
-        str,
-        typer.Option(
-            help="For which patterns to measure FlexAttention's create_block_mask too, half a minute each: those named "
-            "without a comma (families), all that have a formula, or none."
-        ),
-    ] = PEERS[0],
+    peers: Annotated[str, typer.Option(help=", ".join(PEERS))] = PEERS[0],
 ) -> None:
-    """Measure every pattern; print the table, write it into a Markdown file."""
-    patterns = _selected(only, block)
+    """Measure every pattern; print the table, write it into a Markdown file.
+
+    peers: the patterns for which FlexAttention's create_block_mask is measured, too, half a minute each: those named
+    without a comma (families), all that have a formula, or none.
+    """
+    patterns = select(only)
+    chosen("--block", [block], BLOCKS)
     chosen("--peers", [peers], PEERS)
     if results == RESULTS and (tokens is not None or (at, block) != (AT, BLOCK)):
         raise typer.BadParameter(
@@ -101,15 +92,6 @@ def is_asked(peers: str, pattern: Pattern) -> bool:
 
 def _order(rows: dict[str, Row]) -> list[str]:
     return [pattern.name for pattern in PATTERNS if pattern.name in rows]
-
-
-def _selected(names: list[str] | None, block: int) -> list[Pattern]:
-    if block not in BLOCKS:
-        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
-    try:
-        return select(names)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure)) from None
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The patterns that the gallery draws and the table measures, with one entry each.
 
-To add a pattern, add an entry in `entries/`; `test_patterns_catalogue.py` compares its `live` with its builder, and
-fails if a public function of `sparseflash.masks` has no entry.
+`test_patterns_catalogue.py` compares each `live` with its builder, and fails if a public function of
+`sparseflash.masks` has no entry in `entries/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.benchmarks.harness import chosen
 from experiments.benchmarks.patterns.entries import butterflies, choices, factorized, graphs, grids, sequences
 from experiments.benchmarks.patterns.entries.pattern import CHOSEN as CHOSEN
 from experiments.benchmarks.patterns.entries.pattern import LONG as LONG
@@ -25,10 +26,5 @@ PATTERNS: list[Pattern] = [
 
 
 def select(names: Sequence[str] | None) -> list[Pattern]:
-    if not names:
-        return PATTERNS
-    known = {pattern.name for pattern in PATTERNS}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"a pattern must be one of {'; '.join(sorted(known))}; got {'; '.join(unknown)}.")
-    return [pattern for pattern in PATTERNS if pattern.name in names]
+    wanted = chosen("--only", names, [pattern.name for pattern in PATTERNS])
+    return [pattern for pattern in PATTERNS if pattern.name in wanted]

@@ -61,7 +61,6 @@ def read(printed: str, ended: str) -> Peer | None:
 def search(
     build: Callable[[int], Any], report: Callable[[dict[str, Any]], None], *, seconds: float, most: int = LONGEST
 ) -> None:
-    """Calls `build` with doubled lengths while it is quick enough, and reports each length and what ended it."""
     build(SHORTEST)  # imports, compilers and thread pools count neither as time nor as memory of a mask
     before = peak_bytes()
     tokens = SHORTEST

@@ -10,17 +10,8 @@ from experiments.training.reading import reading
 
 BEGIN, END = "<!-- patterns table: begin -->", "<!-- patterns table: end -->"
 COLUMNS = (
-    "pattern",
-    "live scores",
-    "density",
-    "live tiles",
-    "layers",
-    "built",
-    "in",
-    "mask",
-    "Flex, eager",
-    "Flex, compiled",
-)
+    "pattern", "live scores", "density", "live tiles", "layers", "built", "in", "mask", "Flex, eager", "Flex, compiled",
+)  # fmt: skip
 LEFT = 2  # of text
 
 
@@ -28,17 +19,9 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * LEFT + "---:|" * (len(COLUMNS) - LEFT)]
     for row in rows:
         cells = (
-            row.name,
-            row.rule.replace("|", "\\|"),
-            f"{100 * row.density:.3g} %",
-            f"{row.tiles:,.0f}",
-            str(row.layers),
-            length(row.tokens),
-            duration(row.seconds),
-            size(row.megabytes),
-            peer(row.eager),
-            peer(row.compiled),
-        )
+            row.name, row.rule.replace("|", "\\|"), f"{100 * row.density:.3g} %", f"{row.tiles:,.0f}", str(row.layers),
+            length(row.tokens), duration(row.seconds), size(row.megabytes), peer(row.eager), peer(row.compiled),
+        )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -2,6 +2,4 @@
 
 - ideas      NSA, MoBA, MSA, DSA, QSA and VSA in their published shapes, choice included, beside dense attention
 - blocks     the cost of choosing blocks, beside peers that are given the blocks
-
-`shapes.py` has the sizes of the ideas, `ways.py` their calls, `dense.py` the peers.
 """

@@ -1,5 +1,3 @@
-"""`python -m experiments.benchmarks selection ideas` or `blocks`."""
-
 import typer
 
 from experiments.benchmarks.selection.blocks import blocks

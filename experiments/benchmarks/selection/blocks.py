@@ -175,14 +175,8 @@ def _flex_attention(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
 def _flash_attention_4(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     if case.block != 128:
         raise Unavailable("blocks of 128 only")
-    package = flashattention4.load()
-    options = flashattention4.of_mask(mask, _is_past if case.causal else None, package)
-
-    def run() -> Tensor:
-        out: Tensor = package.attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].transpose(1, 2)
-        return out
-
-    return run
+    options = flashattention4.of_mask(mask, _is_past if case.causal else None, flashattention4.load())
+    return partial(flashattention4.call(**options), q, k, v)
 
 
 def blocks(

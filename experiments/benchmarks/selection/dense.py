@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,35 +13,25 @@ from torch.nn import functional as F
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.peers import flashattention4
 from experiments.benchmarks.speed.peers.flexattention import compiled
+from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash import BlockMask
 from sparseflash.interop import to_flex
 
 
-class Inputs(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-
-
 def sdpa(inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
-    q, k, v, _ = inputs
-    group = q.shape[1] // k.shape[1]
-    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=group > 1)
+    q, k, v, _ = inputs.tensors
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] > k.shape[1])
 
 
 def fa4(inputs: Inputs, causal: bool) -> Callable[[], Tensor]:
-    """FlashAttention-4, in its layout `[B, N, H, D]`."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
-    package = flashattention4.load()
-    q, k, v = (x.transpose(1, 2) for x in inputs[:3])
-    return lambda: package.attention(q, k, v, causal=causal)[0].transpose(1, 2)
+    return partial(flashattention4.call(causal=causal), *inputs.tensors[:3])
 
 
 def flex(inputs: Inputs, chosen: BlockMask | Tensor, span: int) -> Callable[[], Tensor]:
     """FlexAttention, compiled, told the chosen blocks: a mask, or lists `[1, H, N, K]` of blocks of `span` keys."""
-    q, k, v, _ = inputs
+    q, k, v, _ = inputs.tensors
     if q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if isinstance(chosen, BlockMask):
@@ -55,7 +45,6 @@ def flex(inputs: Inputs, chosen: BlockMask | Tensor, span: int) -> Callable[[], 
 
 
 def _of_lists(index: Tensor, heads: int, tokens: int, span: int) -> Any:
-    """FlexAttention's mask of lists, with a table that says which blocks a query has chosen."""
     _, choices, rows, _ = index.shape
     blocks, tiles = -(-tokens // span), -(-tokens // 128)
     group = heads // choices

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen, reason
+from experiments.benchmarks.harness import Bench, Commit, Device, Minutes, Out, Way, chosen, deadline, reason
 from experiments.benchmarks.selection import dense
 from experiments.benchmarks.selection.shapes import LENGTHS, PUBLISHED, SMALL, Shape
 from experiments.benchmarks.selection.ways import Case, case_of, dense_ways, flex_ways, own_ways
@@ -29,7 +28,7 @@ def ideas(
     idea: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(PUBLISHED)}.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths, in this order.")] = None,
     way: Annotated[list[str] | None, typer.Option(help=f"From {', '.join(WAYS)}.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Begin nothing that may end later.")] = None,
+    minutes: Minutes = None,
     small: Annotated[bool, typer.Option("--small", help="Small layers of 128 tokens, to try it.")] = False,
     commit: Commit = None,
 ) -> None:
@@ -43,7 +42,7 @@ def ideas(
     bench = Bench.start("selection", device, commit, out, round_ms=0.0 if small else 60.0)
     bench.resume()
     bench.measurements = [each for each in bench.measurements if "/faster-from/" not in each.name]
-    limit, left = Limit(minutes), []
+    late, left = deadline(minutes), []
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     for stage in STAGES:
         for length in lengths:
@@ -51,11 +50,10 @@ def ideas(
                 missing = [each for each in stage if each in wanted and not has(bench, f"{name}/{length}", each)]
                 if not missing:
                     continue
-                if limit.begin():
-                    measure(bench, f"{name}/{length}", shapes[name], length, missing, dtype)
-                    limit.end()
-                else:
+                if late():
                     left.append(f"{name} at {length} tokens ({', '.join(missing)})")
+                else:
+                    measure(bench, f"{name}/{length}", shapes[name], length, missing, dtype)
     if left:
         print(
             f"no time for {len(left)} more, from {left[0]} to {left[-1]}: run it again with the same --out", flush=True
@@ -63,19 +61,6 @@ def ideas(
     for each in crossings(bench.measurements):
         bench.add(*each[:3], failure=each[3])
     bench.finish()
-
-
-class Limit:
-    def __init__(self, minutes: float | None) -> None:
-        self.stop = None if minutes is None else time.monotonic() + 60 * minutes
-        self.longest, self.began = 0.0, 0.0
-
-    def begin(self) -> bool:
-        self.began = time.monotonic()
-        return self.stop is None or self.began + self.longest < self.stop
-
-    def end(self) -> None:
-        self.longest = max(self.longest, time.monotonic() - self.began)
 
 
 def has(bench: Bench, case: str, way: str) -> bool:

@@ -1,5 +1,3 @@
-"""The published shapes of the ideas, and small ones."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

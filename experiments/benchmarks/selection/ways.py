@@ -1,5 +1,3 @@
-"""The calls of an idea at one length: its choice, its attention with the choice, and peers."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from experiments.benchmarks.harness import Unavailable, Way, failure_of, passes
 from experiments.benchmarks.selection import dense
 from experiments.benchmarks.selection.shapes import VIDEOS, WIDTH, Shape
-from experiments.benchmarks.speed.peers.runner import planned
+from experiments.benchmarks.speed.peers.runner import Inputs, planned
 from sparseflash import BlockMask, selection
 from sparseflash.selection.frame import Frame
 
@@ -24,17 +22,17 @@ class Case:
     tokens: int
     layer: nn.Module
     x: Tensor
-    inputs: dense.Inputs
+    inputs: Inputs
     place: Any  # the frame of the queries, or the cubes of the video
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        q, k, v, _ = self.inputs
+        q, k, v, _ = self.inputs.tensors
         own = [p for name, p in self.layer.named_parameters() if name.startswith(("gate", "compress", "places"))]
         return (q, k, *(() if self.shape.shared else (v,)), *own)
 
     def attend(self) -> Tensor:
-        q, k, v, _ = self.inputs
+        q, k, v, _ = self.inputs.tensors
         if self.shape.causal:
             out: Tensor = self.layer.mix(self.x, q, k, v, self.place, None)
         else:
@@ -83,7 +81,7 @@ def case_of(shape: Shape, tokens: int, device: torch.device, dtype: torch.dtype)
     dout = drawn(1, shape.heads, tokens, shape.values)
     x = drawn(1, tokens, WIDTH)
     place = Frame(0, tokens, device) if shape.causal else layer.layout(VIDEOS[tokens], 0, x)
-    return Case(shape, tokens, layer, x, dense.Inputs(q.requires_grad_(), k.requires_grad_(), v, dout), place)
+    return Case(shape, tokens, layer, x, Inputs(q.requires_grad_(), k.requires_grad_(), v, dout), place)
 
 
 def live_scores(case: Case, chosen: BlockMask | Tensor) -> int:
@@ -124,28 +122,28 @@ def own_ways(case: Case) -> dict[str, Way]:
     return found
 
 
-def dense_ways(case: Case, name: str, make: Callable[[dense.Inputs, bool], Callable[[], Tensor]]) -> dict[str, Way]:
+def dense_ways(case: Case, name: str, make: Callable[[Inputs, bool], Callable[[], Tensor]]) -> dict[str, Way]:
     shape, like = case.shape, {"device": case.x.device, "dtype": case.x.dtype}
     kv_heads, dim, value_dim = shape.of_dense
     sizes = (shape.heads, dim), (kv_heads, dim), (kv_heads, value_dim), (shape.heads, value_dim)
     q, k, v, dout = (torch.randn(1, heads, case.tokens, features, **like) for heads, features in sizes)
-    inputs = dense.Inputs(*(x.requires_grad_() for x in (q, k, v)), dout)
+    inputs = Inputs(*(x.requires_grad_() for x in (q, k, v)), dout)
     rates = flops(shape.heads * case.tokens**2 // (2 if shape.causal else 1), dim, value_dim)
     call = planned(partial(make, inputs, shape.causal))
     return {
         f"{which}/{name}": Way(run, settings={"flops": rates[which]}, peer=True)
-        for which, run in passes(call, inputs[:3], dout).items()
+        for which, run in passes(call, inputs.tensors[:3], dout).items()
     }
 
 
 def flex_ways(case: Case, name: str) -> dict[str, Way]:
-    shape, (q, k, v, dout) = case.shape, case.inputs
+    shape, (q, k, v, dout) = case.shape, case.inputs.tensors
     if shape.shared:
         raise Unavailable("keys that hold their values")
     own = [q, *(x.detach()[:, : shape.kv_heads].requires_grad_() for x in (k, v))]
     chosen = case.choice()()
     span = getattr(case.layer, "block", getattr(case.layer, "span", 1))
-    call = planned(partial(dense.flex, dense.Inputs(*own, dout), chosen, span))
+    call = planned(partial(dense.flex, Inputs(*own, dout), chosen, span))
     rates = flops(live_scores(case, chosen), shape.dim, shape.values)
     both = passes(call, own, dout)
     if not hasattr(case.layer, "gate"):

@@ -1,1 +1,1 @@
-"""Speed of sparseflash beside its peers: ``python -m experiments.benchmarks.speed``, see README.md here."""
+"""Speed beside peers, see README.md here."""

@@ -1,8 +1,5 @@
-"""`python -m experiments.benchmarks.speed`: sparseflash beside its peers."""
-
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from experiments.benchmarks.harness import Bench, Commit, Out, Seed
+from experiments.benchmarks.harness import Bench, Commit, Device, Minutes, Out, Seed, chosen, deadline, separated
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named
 from experiments.benchmarks.speed.run import run_all, run_case
@@ -19,10 +16,6 @@ from sparseflash.blockmask.arguments import BLOCKS
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 QUICK_MINUTES = 2.7  # a case ends within three minutes
-
-
-def _names(given: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
 
 
 def _sized(case: Case, length: int | None, block: int | None, device: torch.device) -> Case:
@@ -34,40 +27,17 @@ def _sized(case: Case, length: int | None, block: int | None, device: torch.devi
 
 @app.command(epilog="Several commands in a limited time: see experiments/benchmarks/speed/README.md.")
 def main(
-    group: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"{', '.join(GROUPS)}; may be repeated.", show_default="all but workloads, over half an hour"
-        ),
-    ] = None,
+    group: Annotated[list[str] | None, typer.Option(help=", ".join(GROUPS), show_default="all but workloads")] = None,
     cases: Annotated[str, typer.Option(help="Comma-separated globs over the names of the cases.")] = "*",
     list_: Annotated[bool, typer.Option("--list", help="Print the groups and their cases, and stop.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Six masks at D=64 and D=128, fewer repeats, under three minutes.")
-    ] = False,
-    peers: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.",
-            show_default="all that fit, but flex-autotune, which takes over a minute a shape",
-        ),
-    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Six masks at D=64 and D=128, in three minutes.")] = False,
+    peers: Annotated[str | None, typer.Option(help=f"{', '.join(PEERS)}; or none.", show_default="most")] = None,
     out: Out = Path("runs/speed"),
-    device: Annotated[
-        str, typer.Option(help="cuda, or cpu: every case shrunk, a test of the benchmark itself.")
-    ] = "cuda",
-    length: Annotated[
-        int | None,
-        typer.Option(help="Tokens, with one sequence and two heads.", show_default="of the case, 256 on a CPU"),
-    ] = None,
-    block: Annotated[
-        int | None,
-        typer.Option(help="Tokens a mask block, with --length.", show_default="of the case, at most 32 on a CPU"),
-    ] = None,
+    device: Device = "cuda",
+    length: Annotated[int | None, typer.Option(help="Tokens, with two heads.", show_default="the case's")] = None,
+    block: Annotated[int | None, typer.Option(help="Tokens a tile, with --length.", show_default="the case's")] = None,
     check_heads: Annotated[int, typer.Option(help="Heads whose outputs and gradients are compared with fp64.")] = 3,
-    minutes: Annotated[
-        float | None, typer.Option(help="No case begins later than this.", show_default="no limit; 2.7 with --quick")
-    ] = None,
+    minutes: Minutes = None,
     seed: Seed = 0,
     commit: Commit = None,
 ) -> None:
@@ -81,21 +51,17 @@ def main(
         for name, question in GROUPS.items():
             print(f"{name}: {question}\n    {', '.join(case.name for case in CASES if case.group == name)}")
         return
-    if block is not None and block not in BLOCKS:
-        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
-    try:
-        names = named(peers) if peers is not None else DEFAULT_PEERS["cpu" if device == "cpu" else "cuda"]
-        chosen = select(cases, groups=_names(group), quick=quick)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure)) from None
+    if block is not None:
+        chosen("--block", [block], BLOCKS)
+    names = named(peers) if peers is not None else DEFAULT_PEERS["cpu" if device == "cpu" else "cuda"]
+    found = select(cases, groups=separated(*(group or ())), quick=quick)
     bench = Bench.start(
         "speed", device, commit, out, seed=seed, packages=("nvidia-cudnn-frontend",),
         rounds=1 if device == "cpu" else 2 if quick else 3, round_ms=40.0 if quick else 60.0,
     )  # fmt: skip
-    chosen = [_sized(case, length, block, bench.device) for case in chosen]
-    todo = {case.path: partial(run_case, bench, case, names, seed, check_heads) for case in chosen}
-    limit = minutes if minutes is not None else QUICK_MINUTES if quick else float("inf")
-    right = run_all(bench, todo, limit)
+    sized = [_sized(case, length, block, bench.device) for case in found]
+    todo = {case.path: partial(run_case, bench, case, names, seed, check_heads) for case in sized}
+    right = run_all(bench, todo, deadline(QUICK_MINUTES if quick and minutes is None else minutes))
     bench.finish()
     if not right:
         raise typer.Exit(1)

@@ -1,12 +1,14 @@
-"""The cases, in groups that each answer one question."""
-
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
+import typer
+
+from experiments.benchmarks.harness import chosen, separated
 
 FORWARD, BACKWARD, BOTH, MEMORY = "forward", "backward", "both", "memory"
 WAYS = (FORWARD, BACKWARD, BOTH)
@@ -161,18 +163,14 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def select(patterns: str, *, groups: tuple[str, ...] = (), quick: bool = False) -> list[Case]:
+def select(patterns: str, *, groups: Sequence[str] = (), quick: bool = False) -> list[Case]:
     """groups: all but workloads if empty. quick: the group masks only, without the pass BOTH."""
-    unknown = [name for name in groups if name not in GROUPS]
-    if unknown:
-        raise ValueError(f"--group must be from {', '.join(GROUPS)}; got {', '.join(unknown)}.")
-    wanted = groups or tuple(name for name in GROUPS if name != ON_REQUEST)
-    globs = [glob.strip() for glob in patterns.split(",")]
+    wanted = chosen("--group", groups, GROUPS) if groups else [name for name in GROUPS if name != ON_REQUEST]
     offered = [case for case in CASES if case.group in wanted and (case.group == "masks" or not quick)]
-    chosen = [case for case in offered if any(fnmatch(case.name, glob) for glob in globs)]
-    if not chosen:
+    found = [case for case in offered if any(fnmatch(case.name, glob) for glob in separated(patterns))]
+    if not found:
         names = (
             ", ".join(case.name for case in offered) or "the cases of the groups that --quick leaves, which are none"
         )
-        raise ValueError(f"--cases must match at least one of {names}; got {patterns!r}.")
-    return [replace(case, passes=(FORWARD, BACKWARD)) for case in chosen] if quick else chosen
+        raise typer.BadParameter(f"--cases must match at least one of {names}; got {patterns!r}.")
+    return [replace(case, passes=(FORWARD, BACKWARD)) for case in found] if quick else found

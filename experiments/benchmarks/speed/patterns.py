@@ -51,28 +51,12 @@ def random(blocks: int, density: float = 0.129, *, seed: int = 0) -> np.ndarray:
     return layout
 
 
-LAYOUTS: dict[str, Callable[[int], np.ndarray]] = {
-    "local": local,
-    "bigbird": bigbird,
-    "random12": random,
-}
+LAYOUTS: dict[str, Callable[[int], np.ndarray]] = {"local": local, "bigbird": bigbird, "random12": random}
 
 
 def _of_layout(case: Case, device: torch.device) -> Pattern:
     layout = torch.from_numpy(LAYOUTS[case.kind](case.length // case.block))
     return Pattern(BlockMask.from_layout(layout, block=case.block))
-
-
-def _dense(case: Case, device: torch.device) -> Pattern:
-    return Pattern(BlockMask.dense(case.length, case.k_len, block=case.block))
-
-
-def _butterfly(case: Case, device: torch.device) -> Pattern:
-    return Pattern(masks.butterfly(case.length, block=case.block))
-
-
-def _causal(case: Case, device: torch.device) -> Pattern:
-    return Pattern(masks.causal(case.length, block=case.block), mask_mods.causal())
 
 
 def window_of(case: Case) -> tuple[int, int] | None:
@@ -149,9 +133,9 @@ def _padded(case: Case, device: torch.device) -> Pattern:
 
 
 KINDS: dict[str, Callable[[Case, torch.device], Pattern]] = {  # comment: the sizes
-    "dense": _dense,
-    "causal": _causal,
-    "butterfly": _butterfly,
+    "dense": lambda case, device: Pattern(BlockMask.dense(case.length, case.k_len, block=case.block)),
+    "causal": lambda case, device: Pattern(masks.causal(case.length, block=case.block), mask_mods.causal()),
+    "butterfly": lambda case, device: Pattern(masks.butterfly(case.length, block=case.block)),
     **dict.fromkeys(LAYOUTS, _of_layout),
     "window64": _window,  # both ways
     "window256": _window,

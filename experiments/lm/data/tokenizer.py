@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """The 256 bytes of UTF-8, and one token that ends documents.
+    """The 256 bytes, and one token that ends documents.
 
     >>> [tokens.tolist() for tokens in Bytes().encode(["aé"])], Bytes().decode([97, 195, 169, 256])
     ([[97, 195, 169]], 'aé')

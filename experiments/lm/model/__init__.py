@@ -1,1 +1,1 @@
-"""The model: a causal transformer, its attention by pattern and by implementation, and its loss."""
+"""The model, its attention by pattern and by implementation, and its loss."""

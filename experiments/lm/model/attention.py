@@ -24,7 +24,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor] | ChosenBlocks | Choosing
 
 
 def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Attention:
-    """Attention over a mask on the device of q, k and v; chosen blocks are a layer with weights of its own.
+    """Chosen blocks are a layer with weights of its own.
 
     sparseflash: any mask. sdpa: `is_causal` for dense causal masks, otherwise an element mask. flex: compiled on a GPU,
     with the block lists of the mask.

@@ -1,6 +1,6 @@
 """Blocks of keys chosen at every step, by layers of `sparseflash.selection`: MoBA, MSA and NSA.
 
-The model's own projections make queries, keys and values. So a model trained with dense attention can be continued.
+The model's own projections make queries, keys and values, so a dense model can be continued.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TAUGHT = 256  # queries of a forward that teach an indexer
 
 @dataclass(frozen=True)
 class ChosenBlocks:
-    """A layer whose queries choose among the blocks before them; it stands where other layers have an attention.
+    """A layer whose queries choose among the blocks before them, in the place of attention.
 
     moba: the blocks whose mean keys a query likes best. msa: those that an indexer scores by their best key. nsa: those
     with the largest weights of compressed keys, and near keys, half of the tokens each. A query's own block is always

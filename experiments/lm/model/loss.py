@@ -1,6 +1,6 @@
 """Cross-entropy from features, without all logits in memory at once.
 
-65,536 tokens with GPT-2's vocabulary have 13 GB of fp32 logits. Here each chunk of tokens goes forward and backward at
+65,536 tokens with GPT-2's vocabulary have 13 GB of fp32 logits. So each chunk of tokens goes forward and backward at
 once.
 """
 

@@ -1,7 +1,6 @@
 """A causal transformer in GPT-2's shape: pre-norm, GELU, tied embedding and head, no biases.
 
-Weights are fp32. Each product runs in the dtype of its input, which the embedding sets, so the residual stream is bf16,
-too.
+Weights are fp32; the embedding sets the dtype of products and of the residual stream.
 
 Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D
     features a head, V vocabulary with padding.

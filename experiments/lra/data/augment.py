@@ -1,5 +1,3 @@
-"""Augmentation of training images by symmetries of a square, or by moving them."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Reads a pickle of plain values and byte arrays without unpickling, which could run code named in the file.
 
-The CIFAR-10 files are Python 2 pickles. This reader runs the few instructions that they need and refuses all others.
+This reader runs the few instructions that the Python 2 pickles of CIFAR-10 need, and refuses all others.
 """
 
 from __future__ import annotations

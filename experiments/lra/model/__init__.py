@@ -1,1 +1,1 @@
-"""The models: an encoder with any mask, the classifier, and masks by name."""
+"""An encoder with any mask, the classifier, and masks by name."""

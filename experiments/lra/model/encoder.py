@@ -132,7 +132,6 @@ class Encoder(nn.Module):
         self.shared: SharedSequences | None = None
 
     def compile_layers(self) -> None:
-        """For training; evaluation is not compiled."""
         self.training_halves = compiled_halves()
         self.training_stem = torch.compile(convolved, fullgraph=True)
 
@@ -196,7 +195,6 @@ class Encoder(nn.Module):
         return self._cropped[key]
 
     def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
-        """With the batch's padding; layers with one mask share its plan."""
         padded: dict[int, BlockMask] = {}
         for mask in self.masks:
             if id(mask) not in padded:

@@ -1,5 +1,3 @@
-"""Masks by their names on the command line."""
-
 from __future__ import annotations
 
 from sparseflash import BlockMask, masks

@@ -1,1 +1,1 @@
-"""Models without attention, as baselines: linear ones on bags of tokens, and a small convolutional network."""
+"""Models without attention, as baselines."""

@@ -1,5 +1,3 @@
-"""Logistic regression on bags."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

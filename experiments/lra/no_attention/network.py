@@ -1,5 +1,3 @@
-"""A small convolutional network: over the tokens of a sequence, or over the pixels of an image in two dimensions."""
-
 from __future__ import annotations
 
 import time

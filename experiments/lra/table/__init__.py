@@ -1,4 +1,1 @@
-"""The paper's table: accuracy, and training speed beside standard attention, on five tasks.
-
-`python -m experiments.lra table --help`
-"""
+"""The paper's table: accuracy, and training speed beside standard attention, on five tasks."""

@@ -69,8 +69,6 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its metrics, their file, and the accuracies of its log."""
-
     path: Path
     metrics: dict[str, Any]
     validation: float | None
@@ -90,7 +88,10 @@ def collect(folder: Path) -> list[Accuracy]:
             continue
         run = Run(path, metrics, *scores(path.with_name("log.jsonl"), metrics))
         with reading(path, "the result of a run"):
-            setting = key(metrics)
+            # Each seed has a self-pretraining of its own, which arena.py puts beside the run.
+            hidden = path.parent.with_name(f"{path.parent.name}-hidden") / path.name
+            before = read_json(hidden, "the result of a self-pretraining", "config") if hidden.is_file() else None
+            setting = key(metrics, before)
             accuracy([run], setting, folder)  # reports a damaged result under its own name
         groups.setdefault(setting, []).append(run)
     for runs in groups.values():
@@ -106,8 +107,11 @@ def collect(folder: Path) -> list[Accuracy]:
     return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.folder))
 
 
-def key(metrics: dict[str, Any]) -> str:
-    """A short name for a run's settings and data, equal for runs that differ only by chance."""
+def key(metrics: dict[str, Any], before: dict[str, Any] | None = None) -> str:
+    """A short name for a run's settings and data, equal for runs that differ only by chance.
+
+    before: metrics of the run's own self-pretraining, whose settings then count; otherwise its initial weights do.
+    """
     config = {**BEFORE, **metrics["config"]}
     left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else VALIDATION))
     kept = {name: value for name, value in sorted(config.items()) if name not in left_out}
@@ -116,7 +120,7 @@ def key(metrics: dict[str, Any]) -> str:
         # A generator's settings describe the data of runs without --data.
         kept = {name: value for name, value in kept.items() if name not in GENERATOR} | {"data": data["hash"]}
     if (initial := metrics.get("initial")) is not None:
-        kept["initial"] = initial["sha256"]
+        kept["initial"] = initial["sha256"] if before is None else [key(before), before["config"]["hidden"]]
     return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()
 
 
@@ -168,12 +172,10 @@ def name_of_task(config: dict[str, Any]) -> str:
 
 
 def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
-    """The steps of the tested weights, if validation selected them."""
     return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
 
 
 def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
-    """A run's accuracies in validation, and in training over the last log lines."""
     records = read(log)
     with reading(log, "the log of a run with its accuracies"):
         validations = [float(record["accuracy"]) for record in records if record["kind"] == "val"]
@@ -235,11 +237,9 @@ def described(initial: dict[str, Any] | None, origin: str = "") -> str:
 
 
 def name_of(origin: str) -> str:
-    """The name of the data without their seed."""
     return origin.split(",")[0]
 
 
 def stage(run: dict[str, Any]) -> str:
-    """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
     return f"{run['objective']} {steps:,}" + (", labels of tokens" if run.get("token_labels") else "")

@@ -82,8 +82,8 @@ def measure(
 ) -> list[Row]:
     """The rows of one task, from the settings of each variant.
 
-    If standard attention runs out of memory, everything is measured again with half the batch, to have a reference; the
-    rows of both are kept.
+    If standard attention runs out of memory, everything is measured again with half the batch; the rows of both are
+    kept.
     """
     found: list[Row] = []
     verdicts = checked(configs, device, say)

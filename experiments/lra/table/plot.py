@@ -1,4 +1,4 @@
-"""The table as a picture: speed-ups as bars for each task, accuracies as a dot for each setting."""
+"""Speed-ups as bars for each task, accuracies as a dot for each setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times and accuracies as measurements, in the form and with the names of `experiments/results/lra`."""
+"""Times and accuracies as measurements."""
 
 from __future__ import annotations
 

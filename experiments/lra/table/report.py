@@ -208,5 +208,4 @@ def read_times(out: Path) -> Results:
 
 
 def all_right(times: Sequence[Row]) -> bool:
-    """Whether sparseflash and standard attention had no errors or failures; running out of memory is no failure."""
     return not any(row.status in (WRONG, FAILED) for row in times if row.variant != "sdpa")

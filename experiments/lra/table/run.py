@@ -48,7 +48,7 @@ class Options:
 def run(
     options: Options | None, runs: Path, out: Path, command: str, commit: str | None, say: Callable[[str], None]
 ) -> report.Results:
-    """Measure times (without options, keep an earlier command's), collect accuracies, and write the table.
+    """Without options, keep an earlier command's times.
 
     Files are written after every task, so that an interrupted command keeps its measurements.
     """

@@ -11,7 +11,7 @@ from experiments.lra.data.batches import Batch, collate
 from experiments.lra.data.examples import Examples
 from experiments.lra.tasks import TASKS
 
-# The five tasks of the paper's mean. Path-X is separate there, without times.
+# The five tasks of the paper's mean.
 FIVE = ("listops", "text", "retrieval", "image", "pathfinder32")
 
 # The implementation of attention, and the mask, of each variant.

@@ -7,12 +7,12 @@ from pathlib import Path
 from experiments.lra.tasks import books_matching, image, listops, pathfinder, retrieval, text
 from experiments.lra.tasks.task import Data, Options, Task
 
-_MODULES = (listops, text, retrieval, books_matching, image)
-TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in _MODULES} | pathfinder.TASKS
+_BY_NAME = {module.TASK.name: module for module in (listops, text, retrieval, books_matching, image)}
+TASKS: dict[str, Task] = {name: module.TASK for name, module in _BY_NAME.items()} | pathfinder.TASKS
 
 
 def load(name: str, folder: Path, options: Options = Options()) -> Data:  # noqa: B008 - it is frozen
-    """Open a task's splits from a folder with the released or, for some tasks, generated files.
+    """Open a task's splits.
 
     The first call reads the files into `tokens/` beside them, for later runs to memory-map.
     """
@@ -20,5 +20,9 @@ def load(name: str, folder: Path, options: Options = Options()) -> Data:  # noqa
         raise ValueError(f"the task must be one of {', '.join(TASKS)}; got {name!r}")
     if name in pathfinder.TASKS:
         return pathfinder.load(TASKS[name], folder, options)
-    module = next(module for module in _MODULES if name == module.TASK.name)
-    return module.load(folder)
+    return _BY_NAME[name].load(folder)
+
+
+def advice(name: str) -> str:
+    """Where a task's files come from, and what to pass."""
+    return pathfinder.advice(TASKS[name]) if name in pathfinder.TASKS else _BY_NAME[name].ADVICE

@@ -1,7 +1,7 @@
-"""Books-matching: whether two passages of 4,000 bytes are of the same book. It has the form of the arena's retrieval,
-and is none of its tasks.
+"""Books-matching: whether two passages of 4,000 bytes are of the same book.
 
-The passages are drawn from archives of whole works. Training, validation and test have different authors.
+The passages are drawn from archives of whole works, in the form of the arena's retrieval. Training, validation and test
+have different authors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from experiments.training import books
 
 TASK = Task("books-matching", 258, 2, towers=2, longest=4000)
 
+ADVICE = f"{books.ADVICE}; the stored figures are of 504 works of Project Gutenberg (www.gutenberg.org) by 127 authors"
 PAIRS = {"train": 100_000, "val": 5_000, "test": 10_000}
 KINDS = ("same book", "another book by the author", "another author")
 EDGE = 0.05  # of a book at either end has no passages: title pages, tables of contents, advertisements
@@ -62,7 +63,6 @@ def placed(found: Sequence[books.Book]) -> tuple[dict[str, list[Span]], np.ndarr
 
 
 def drawn(spans: list[Span], symbols: np.ndarray, pairs: int, *, seed: int) -> tuple[Examples, np.ndarray]:
-    """Pairs of passages of these books, the same for equal books and seed, and the kind of each pair."""
     random = np.random.default_rng(seed)
     by_author: dict[str, list[Span]] = {}
     for span in spans:

@@ -1,4 +1,4 @@
-"""Image: CIFAR-10 in grey, pixel by pixel in rows, from the "binary" or the "python" files of the data set."""
+"""Image: CIFAR-10 in grey, pixel by pixel in rows."""
 
 from __future__ import annotations
 

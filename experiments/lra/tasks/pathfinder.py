@@ -1,8 +1,4 @@
-"""Pathfinder, Path-X and Path-256: whether two dots lie on one path, from the pixels in rows.
-
-The images come from the released folders (experiments/pathfinder/released.py), or from a file of `python -m
-experiments.pathfinder generate`.
-"""
+"""Pathfinder, Path-X, Path-256, from released folders or a file of `python -m experiments.pathfinder generate`."""
 
 from __future__ import annotations
 
@@ -39,6 +35,14 @@ CONTOURS = {"easy": 6, "intermediate": 9, "hard": 14}
 SPLITS = ("shuffled", "ordered")
 _RENDERED_AT_ONCE = 500
 _IMAGES_FOR_SHORTCUTS = 10_000
+
+
+def advice(task: Task) -> str:
+    return (
+        f"write {task.name} with `python -m experiments.pathfinder generate --size {task.side} --contour 14` and pass "
+        "its folder data/pathfinder, or the unpacked Long Range Arena release (linked from "
+        "google-research/long-range-arena)"
+    )
 
 
 def load(task: Task, folder: Path, options: Options) -> Data:

@@ -13,7 +13,10 @@ TASK = Task("retrieval", 258, 2, towers=2, longest=4000)
 FOLDERS = (".", "tsv_data", "lra_release/tsv_data", "lra_release/lra_release/tsv_data")
 NAMES = tuple(f"new_aan_pairs.{split}.tsv" for split in ("train", "eval", "test"))
 LABELS = {b"0.0": 0, b"1.0": 1}
-ADVICE = f"place {', '.join(NAMES)} of the Long Range Arena release (its folder lra_release/tsv_data) there"
+ADVICE = (
+    f"place {', '.join(NAMES)} of the Long Range Arena release (linked from google-research/long-range-arena; its "
+    "folder lra_release/tsv_data) there"
+)
 
 
 def load(folder: Path) -> Data:

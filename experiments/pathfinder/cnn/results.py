@@ -1,4 +1,4 @@
-"""Stored results of networks, one file for each kind of images.
+"""Stored results of networks.
 
 experiments/results/pathfinder/cnn-pathfinder32-cl14.json
 """

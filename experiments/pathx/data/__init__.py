@@ -1,1 +1,1 @@
-"""From generated images to batches: packed tokens, hidden pixels, worker processes, tensors on the device."""
+"""From generated images to batches: packed tokens, hidden pixels, worker processes."""

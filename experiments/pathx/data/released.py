@@ -1,5 +1,3 @@
-"""Batches of released images, see experiments/pathfinder/released.py."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""The classifier of images as tokens, gathers between token orders, and a U-Net."""
+"""The classifier of images as tokens, and a U-Net."""

@@ -22,7 +22,7 @@ GROUP = 8
 
 
 class UNet(nn.Module):
-    """Whether the markers of images are connected, by convolutions: halved five times, doubled again, mean and max.
+    """Convolutions: halved five times, doubled again, mean and max.
 
     >>> import numpy as np
     >>> from experiments.pathx.data.device_batch import on_device

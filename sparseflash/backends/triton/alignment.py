@@ -65,5 +65,15 @@ def with_padded_rows(x: Tensor) -> Tensor:
 
 
 def aligned_start(x: Tensor) -> Tensor:
-    """`x`, or a copy if its address is not aligned, as can happen after hooks restore a saved tensor."""
-    return x if x.data_ptr() % _BYTES == 0 else x.clone()
+    """`x`, or a copy with its strides if its address is not aligned, as can happen after hooks restore a saved tensor.
+
+    >>> import torch
+    >>> x = torch.arange(12.0).view(3, 4)[:, 1:3]
+    >>> found = aligned_start(x)
+    >>> found.tolist() == x.tolist(), found.data_ptr() % 16, found.stride()
+    (True, 0, (4, 1))
+    """
+    if x.data_ptr() % _BYTES == 0:
+        return x
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,)).clone().as_strided(x.shape, x.stride())  # `x.clone()` would leave out gaps

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.direct import is_plain_call
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.registration import Operator, empty_gradient, empty_kept, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton.availability import INTERPRETED
@@ -18,7 +18,6 @@ from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import KernelChoice
 from sparseflash.backends.triton.launch.launches import like
-from sparseflash.backends.triton.portable.pass_layout import empty_kept
 from sparseflash.backends.triton.prepared_call import PreparedCall, key_of, prepared, setting_of
 from sparseflash.limits import check_near, check_tokens
 from sparseflash.scores.change import Scores

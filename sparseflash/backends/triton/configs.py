@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -48,44 +48,23 @@ _COPYING = triton_version() >= (3, 9)
 _Key = tuple[Kernel, Arithmetic, int]
 _Table = dict[_Key, Config]
 
+
+def _of_dims(kernel: Kernel, arithmetic: Arithmetic, *configs: tuple[Any, ...]) -> _Table:
+    """The fields of a `Config` for head dims up to 32, 64, 128 and 256, as far as they are given."""
+    return {(kernel, arithmetic, dim): Config(*each) for dim, each in zip((32, 64, 128, 256), configs)}
+
+
 # sm_80: 163 KiB of shared memory per program.
 _AMPERE: _Table = {
-    ("forward", "half", 32): Config(128, 64, 4, 3),
-    ("forward", "half", 64): Config(128, 64, 4, 3),
-    ("forward", "half", 128): Config(128, 64, 8, 2),
-    ("forward", "half", 256): Config(64, 64, 8, 1),
-    ("dk_dv", "half", 32): Config(64, 64, 4, 2),
-    ("dk_dv", "half", 64): Config(64, 64, 4, 2),
-    ("dk_dv", "half", 128): Config(32, 64, 4, 2),
-    ("dk_dv", "half", 256): Config(32, 32, 4, 1),
-    ("dq", "half", 32): Config(64, 64, 4, 2),
-    ("dq", "half", 64): Config(64, 64, 4, 2),
-    ("dq", "half", 128): Config(64, 32, 4, 2),
-    ("dq", "half", 256): Config(32, 32, 4, 1),
-    ("forward", "tf32", 32): Config(64, 64, 4, 2),
-    ("forward", "tf32", 64): Config(64, 64, 4, 2),
-    ("forward", "tf32", 128): Config(64, 32, 4, 2),
-    ("forward", "tf32", 256): Config(32, 32, 4, 1),
-    ("dk_dv", "tf32", 32): Config(32, 64, 4, 2),
-    ("dk_dv", "tf32", 64): Config(32, 64, 4, 1),
-    ("dk_dv", "tf32", 128): Config(32, 32, 4, 1),
-    ("dk_dv", "tf32", 256): Config(16, 32, 4, 1),
-    ("dq", "tf32", 32): Config(64, 32, 4, 2),
-    ("dq", "tf32", 64): Config(64, 32, 4, 1),
-    ("dq", "tf32", 128): Config(32, 32, 4, 1),
-    ("dq", "tf32", 256): Config(16, 32, 4, 1),
-    ("forward", "fp32", 32): Config(64, 32, 4, 2),
-    ("forward", "fp32", 64): Config(64, 32, 4, 2),
-    ("forward", "fp32", 128): Config(32, 32, 4, 1),
-    ("forward", "fp32", 256): Config(16, 32, 4, 1),
-    ("dk_dv", "fp32", 32): Config(32, 32, 4, 1),
-    ("dk_dv", "fp32", 64): Config(32, 32, 4, 1),
-    ("dk_dv", "fp32", 128): Config(32, 16, 4, 1),
-    ("dk_dv", "fp32", 256): Config(16, 16, 8, 1),
-    ("dq", "fp32", 32): Config(64, 32, 4, 2),
-    ("dq", "fp32", 64): Config(32, 32, 4, 1),
-    ("dq", "fp32", 128): Config(16, 32, 4, 1),
-    ("dq", "fp32", 256): Config(16, 16, 8, 1),
+    **_of_dims("forward", "half", (128, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 1)),
+    **_of_dims("dk_dv", "half", (64, 64, 4, 2), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
+    **_of_dims("dq", "half", (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    **_of_dims("forward", "tf32", (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
+    **_of_dims("dk_dv", "tf32", (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    **_of_dims("dq", "tf32", (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    **_of_dims("forward", "fp32", (64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1)),
+    **_of_dims("dk_dv", "fp32", (32, 32, 4, 1), (32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 8, 1)),
+    **_of_dims("dq", "fp32", (64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 8, 1)),
 }
 
 # sm_86, sm_89, sm_120: 99 KiB of shared memory per program.
@@ -95,41 +74,21 @@ _CONSUMER: _Table = {
     ("dk_dv", "half", 256): Config(16, 32, 4, 1),
     ("dk_dv", "tf32", 256): Config(16, 16, 4, 1),
     ("forward", "fp32", 256): Config(16, 32, 8, 1),
-    ("dk_dv", "fp32", 256): Config(16, 16, 8, 1),
-    ("dq", "fp32", 256): Config(16, 16, 8, 1),
 }
 
 # sm_90, with tensor descriptors.
 _HOPPER: _Table = {
     **_AMPERE,
-    ("forward", "half", 32): Config(64, 128, 4, 3),
-    ("forward", "half", 64): Config(64, 64, 4, 3, q_in_registers=True),
-    ("forward", "half", 128): Config(128, 64, 4, 2),
-    ("forward", "half", 256): Config(128, 64, 8, 2),
-    ("dk_dv", "half", 32): Config(64, 64, 4, 2),
-    ("dk_dv", "half", 64): Config(64, 64, 4, 3, 168),
-    ("dk_dv", "half", 128): Config(64, 64, 4, 2),
-    ("dk_dv", "half", 256): Config(64, 64, 8, 1),
-    ("dq", "half", 32): Config(64, 64, 4, 2),
-    ("dq", "half", 64): Config(64, 64, 4, 2, 128),
-    ("dq", "half", 128): Config(128, 64, 8, 3),
-    ("dq", "half", 256): Config(64, 64, 8, 1),
-    ("forward", "fp32", 32): Config(64, 64, 4, 2),
-    ("forward", "fp32", 64): Config(64, 32, 4, 2),
-    ("forward", "fp32", 128): Config(128, 32, 8, 2),
-    ("dk_dv", "fp32", 32): Config(64, 64, 4, 2),
-    ("dk_dv", "fp32", 64): Config(32, 64, 4, 2),
-    ("dk_dv", "fp32", 128): Config(16, 64, 4, 2),
-    ("dq", "fp32", 32): Config(64, 64, 4, 2),
-    ("dq", "fp32", 64): Config(64, 32, 4, 2),
-    ("dq", "fp32", 128): Config(64, 64, 4, 1),
+    **_of_dims("forward", "half", (64, 128, 4, 3), (64, 64, 4, 3, 0, True), (128, 64, 4, 2), (128, 64, 8, 2)),
+    **_of_dims("dk_dv", "half", (64, 64, 4, 2), (64, 64, 4, 3, 168), (64, 64, 4, 2), (64, 64, 8, 1)),
+    **_of_dims("dq", "half", (64, 64, 4, 2), (64, 64, 4, 2, 128), (128, 64, 8, 3), (64, 64, 8, 1)),
+    **_of_dims("forward", "fp32", (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)),
+    **_of_dims("dk_dv", "fp32", (64, 64, 4, 2), (32, 64, 4, 2), (16, 64, 4, 2)),
+    **_of_dims("dq", "fp32", (64, 64, 4, 2), (64, 32, 4, 2), (64, 64, 4, 1)),
 }
 
 # From Triton 3.9 on, operands in registers are copied before each wgmma, so the wgmmas wait for one another.
-_HOPPER_COPYING: _Table = {
-    **_HOPPER,
-    ("forward", "half", 64): Config(64, 128, 4, 2),
-}
+_HOPPER_COPYING: _Table = {**_HOPPER, ("forward", "half", 64): Config(64, 128, 4, 2)}
 
 # Used instead if the mask's blocks limit the tile that a program holds to 64 tokens.
 _HOPPER_64: _Table = {
@@ -169,15 +128,6 @@ _HOPPER_POINTERS: _Table = {
     ("dq", "fp32", 64): Config(64, 32, 4, 1),
 }
 
-# sm_100 and sm_103, not measured: as on Hopper.
-_BLACKWELL: _Table = {
-    **(_HOPPER_COPYING if _COPYING else _HOPPER),
-}
-
-_BLACKWELL_POINTERS: _Table = {
-    **_HOPPER_POINTERS,
-}
-
 
 class Tables(NamedTuple):
     """The tables of one architecture."""
@@ -207,7 +157,7 @@ HOPPER = Tables(
     _HOPPER_POINTERS, _HOPPER_COPYING if _COPYING else _HOPPER, has_room=True, held_64=_HOPPER_64,
     biased=_HOPPER_BIASED, tile_biased=_HOPPER_TILE_BIASED, table=_HOPPER_TABLE,
 )  # fmt: skip
-BLACKWELL = HOPPER._replace(pointers=_BLACKWELL_POINTERS, descriptors=_BLACKWELL)
+BLACKWELL = HOPPER  # sm_100 and sm_103, not measured
 
 
 def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:

@@ -2,7 +2,7 @@
 
 Triton's launcher converts all arguments and makes the TMA descriptors in Python at every call, longer than all other
 host work of a short call. Here the parameters of a launch are kept in a buffer; a call writes only those that differ,
-and the driver replaces the addresses in the descriptors: in C (`native.c`), or in Python where that cannot be compiled.
+and the driver replaces the addresses in the descriptors, in C (`native.c`).
 
 Triton does not document the parameters of a compiled kernel: they are derived from its signature, only for known
 versions, and compared with the declaration in the PTX.
@@ -160,7 +160,7 @@ def kernel_of(
     given: Mapping[str, int],
 ) -> Any:  # fmt: skip
     """A compiled kernel with the parameters of one launch, except for the arguments given at each call: a `Kernel` of
-    `native.c` or of `python_start.py`.
+    `native.c`.
 
     function: from `loaded`. metadata: Triton's metadata of the compiled kernel. arguments: all arguments of an example
     call. given: the indices of the arguments passed at each call, by name, in order.

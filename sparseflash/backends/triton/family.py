@@ -65,7 +65,8 @@ class Request(NamedTuple):
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
-    # For a backward of Hopper in blocks of 32 and 64: the share of live tiles of 128 x 128 that the live blocks take.
+    # For a backward of Hopper in blocks of 32 and 64: the share of live tiles of 128 x 128 that the live blocks take. 0
+    # for blocks of 16, which have not been measured, and for others.
     filled: float = 0.0
 
     @property
@@ -133,8 +134,18 @@ class KernelChoice(NamedTuple):
     chunks: int  # programs with only a part of a list; another kernel merges their partial results
 
 
-class ForwardPass(Protocol):
-    """A forward pass prepared for tensors of one layout."""
+class Pass(Protocol):
+    """A pass prepared for tensors of one layout."""
+
+    def launches(self) -> list[BoundLaunch]:
+        """All kernel launches of a call."""
+
+    def choices(self) -> list[KernelChoice]:
+        """How the kernels run, except for kernels that only prepare or merge."""
+
+
+class ForwardPass(Pass, Protocol):
+    """A forward pass."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
@@ -144,15 +155,9 @@ class ForwardPass(Protocol):
         A family that serves score modifications takes them as one more argument, `changes`.
         """
 
-    def launches(self) -> list[BoundLaunch]:
-        """All kernel launches of a call."""
 
-    def choices(self) -> list[KernelChoice]:
-        """How the kernels run, except for kernels that only prepare or merge."""
-
-
-class BackwardPass(Protocol):
-    """A backward pass prepared for tensors of one layout."""
+class BackwardPass(Pass, Protocol):
+    """A backward pass."""
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -160,12 +165,6 @@ class BackwardPass(Protocol):
         """A family that serves score modifications also has `with_learned`. It takes them as one more argument, and
         also returns the gradients of their tensors.
         """
-
-    def launches(self) -> list[BoundLaunch]:
-        """All kernel launches of a call."""
-
-    def choices(self) -> list[KernelChoice]:
-        """How the kernels run, except for kernels that only prepare or merge."""
 
 
 def _none(request: Request) -> str | None:

@@ -123,7 +123,8 @@ class Variant:
             compiled = self.compiled(arguments)
             if compiled is None:  # in the interpreter
                 return
-            parameters = parameters_of_compiled(compiled, self.names) if is_direct_version() else None
+            is_direct = is_direct_version() and native.module() is not native.Nothing
+            parameters = parameters_of_compiled(compiled, self.names) if is_direct else None
             function = loaded(compiled, self.device) if parameters is not None else None
             if function is None:
                 compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles a launcher in C

@@ -1,7 +1,7 @@
 """Compiles and loads `native.c`, which starts all kernels of a pass by one call.
 
 Compiled as Triton compiles a module of its own, into Triton's cache, under a digest of the source. Where that fails,
-`python_start.py` does the same, more slowly; `served_by` says which one runs.
+Triton's launcher starts kernels, more slowly; `served_by` says which one runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from sparseflash.backends.triton import python_start
 
 _NAME = "sparseflash_native"
 _SOURCE = Path(__file__).with_name("native.c")
@@ -35,17 +33,23 @@ def compiled(flags: Sequence[str] = ()) -> Any:
     return found
 
 
+class Nothing:
+    """In place of the module where it does not compile: no layout has a key, so that no call is kept."""
+
+    @staticmethod
+    def layouts(*tensors: Tensor) -> None:
+        return None
+
+
 def module() -> Any:
-    """The compiled module, or `python_start`: both have `Kernel`, `start` and `layouts`."""
+    """The compiled module, with `Kernel`, `start` and `layouts`; or `Nothing`."""
     return (_found or _load())[0]
 
 
 def served_by() -> str:
     """What starts kernels, and why if that is not the compiled module."""
     found, why = _found or _load()
-    if found is python_start:
-        return f"Python, because native.c could not be compiled ({why})"
-    return "compiled C"
+    return f"Triton's launcher, because native.c could not be compiled ({why})" if found is Nothing else "compiled C"
 
 
 def _load() -> tuple[Any, str]:
@@ -55,9 +59,8 @@ def _load() -> tuple[Any, str]:
             try:
                 _found = compiled(), ""
             except Exception as error:  # no Triton, no compiler, no headers of Python, a cache that is read-only, ...
-                _found = python_start, f"{type(error).__name__}: {error}"
+                _found = Nothing, f"{type(error).__name__}: {error}"
                 if find_spec("triton") is not None:
-                    _log.warning(
-                        "kernels are started by Python, which takes the host longer at every call: %s", _found[1]
-                    )
+                    why = "kernels are started by Triton's launcher, which takes the host longer at every call: %s"
+                    _log.warning(why, _found[1])
         return _found

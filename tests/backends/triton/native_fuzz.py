@@ -13,7 +13,8 @@ import sys
 
 import torch
 
-from sparseflash.backends.triton import native, python_start
+from sparseflash.backends.triton import native
+from tests.backends.triton import python_start
 
 LAUNCH = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
 NUMBERS = {"b": 1, "B": 1, "h": 2, "H": 2, "i": 4, "I": 4, "q": 8, "Q": 8, "f": 4, "d": 8}

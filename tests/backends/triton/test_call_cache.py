@@ -461,19 +461,8 @@ def test_a_repeat_on_a_gpu_gives_the_same_bits():
 def test_numbers_that_triton_may_specialise_on_have_keys_of_their_own():
     """Whatever tuples they are in; floats have none."""
     different = [
-        (),
-        (1,),
-        (2,),
-        (1, 2),
-        ((1,), 2),
-        (1, (2,)),
-        ((1, 2),),
-        ((1,), (2,)),
-        ((), 1),
-        (1, ()),
-        (None,),
-        (1.0,),
-    ]
+        (), (1,), (2,), (1, 2), ((1,), 2), (1, (2,)), ((1, 2),), ((1,), (2,)), ((), 1), (1, ()), (None,), (1.0,),
+    ]  # fmt: skip
     keys = [tuple(_specialised(x)) for x in different]
     assert len(set(keys)) == len(keys)
     assert _specialised((1, (0.5, 2))) == _specialised((1, (0.25, 2)))

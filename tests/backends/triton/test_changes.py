@@ -151,13 +151,9 @@ def test_the_hopper_backward_has_room_for_the_numbers_of_every_change():
 @pytest.mark.parametrize(
     ("kernel", "most"),
     [
-        (hopper_forward, 37),
-        (hopper_backward, 38),
-        (forward_kernel, 40),
-        (dq_kernel, 45),
-        (dk_dv_kernel, 43),
+        (hopper_forward, 37), (hopper_backward, 38), (forward_kernel, 40), (dq_kernel, 45), (dk_dv_kernel, 43),
         (decode_kernel, 44),
     ],
-)
+)  # fmt: skip
 def test_no_kernel_has_more_parameters_than_today(kernel, most):
     assert len(kernel.arg_names) <= most

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from triton.runtime import driver
 
-from sparseflash.backends.triton import direct_start, launcher, native, python_start
+from sparseflash.backends.triton import direct_start, launcher, native
 from sparseflash.backends.triton.direct_start import DESCRIPTOR, Parameter, are_declared, parameters_of
+from tests.backends.triton import python_start
 
 CODES = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "fp32": "f", "fp64": "d", "*bf16": "Q"}
 PTX_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 128: "b8"}

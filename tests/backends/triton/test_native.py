@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import attention, clear_caches, masks, scores
-from sparseflash.backends.triton import direct_start, native, python_start
+from sparseflash.backends.triton import direct_start, native
+from tests.backends.triton import python_start
 from tests.backends.triton.native_fuzz import Driver, draw_once
 from tests.drawn.masks import SEEDS
 
@@ -30,7 +31,7 @@ def kernel_of(driver, contents=b"", parameters=(), values=(), names=()):
 
 
 def test_this_machine_compiles_it():
-    assert native.served_by() == "compiled C" and C is not python_start
+    assert native.served_by() == "compiled C" and C is not native.Nothing
 
 
 @settings(max_examples=4 * settings().max_examples)
@@ -224,12 +225,12 @@ def test_what_has_no_memory_of_its_own_or_may_override_operators_has_no_layout()
     assert C.layouts(x, x) is not None is not python_start.layouts(x, x)
 
 
-def test_python_starts_kernels_where_nothing_compiles():
+def test_tritons_launcher_starts_kernels_where_nothing_compiles():
     source = (
         "import torch\n"
         "from sparseflash import explain\n"
-        "from sparseflash.backends.triton import native, python_start\n"
-        "assert native.module() is python_start\n"
+        "from sparseflash.backends.triton import native\n"
+        "assert native.module() is native.Nothing\n"
         "print(native.served_by())\n"
         "q = torch.empty(1, 2, 128, 64, dtype=torch.float16, device='meta')\n"
         "print(explain(q, q, q, capability=(9, 0)))\n"
@@ -237,9 +238,9 @@ def test_python_starts_kernels_where_nothing_compiles():
     environment = {**os.environ, "TRITON_CACHE_DIR": "/nowhere/at/all", "CC": "/no/compiler"}
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    why = "Python, because native.c could not be compiled ("
+    why = "Triton's launcher, because native.c could not be compiled ("
     assert done.stdout.startswith(why) and f"\nkernels are started by {why}" in done.stdout
-    assert "kernels are started by Python, which takes the host longer at every call: " in done.stderr
+    assert "kernels are started by Triton's launcher, which takes the host longer at every call: " in done.stderr
 
 
 def in_python():

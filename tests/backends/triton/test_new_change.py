@@ -7,8 +7,7 @@ from sparseflash import attention, attention_varlen, explain, masks, scores
 from sparseflash.backends.triton.changes import kinds
 from sparseflash.distributed.scores import refuse_local
 from sparseflash.grouped import selected_attention
-from sparseflash.scores.change import Scores, Sizes
-from sparseflash.scores.parts import put_together
+from sparseflash.scores.change import Scores, Sizes, put_together
 from tests.backends.triton.hopper.hopper_problems import interpreted
 from tests.backends.triton.new_change.formula import LearnedCap
 from tests.backends.triton.new_change.kernels import LearnedCapKind, LearnedCapOnHopper

@@ -106,6 +106,30 @@ def test_captured_tensors_and_numbers_are_read_also_from_the_end():
     compare(scores.function(own))
 
 
+VIEWS = {
+    "columns": lambda x: torch.nn.functional.pad(x, (1, 2), value=torch.nan)[..., 1:-2],
+    "every second": lambda x: torch.stack([x + torch.nan, x], -1)[..., 1],
+    "one entry, expanded": lambda x: torch.nn.functional.pad(x, (1, 0))[..., 1:2].expand(x.shape),
+    "turned": lambda x: torch.nn.functional.pad(x.mT, (3, 1), value=torch.nan)[..., 3:-1].mT,
+}
+
+
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "captured"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_tensors_may_be_views_that_begin_anywhere(name, is_given):
+    generator = torch.Generator().manual_seed(0)
+    views = [VIEWS[name](torch.randn(2, n, generator=generator)).detach() for n in (16, 16, 7)]
+    assert all(x.data_ptr() % 16 for x in views)
+
+    def own(score, b, h, q, k, of_queries, of_keys, table):
+        return score * of_keys[h, k] + of_queries[h, q] + table[h, (k - q).clamp(-3, 3) + 3]
+
+    if is_given:
+        compare(scores.function(own, *(x.requires_grad_() for x in views)), *views)
+    else:
+        compare(scores.function(lambda *at: own(*at, *views)))
+
+
 def test_a_longer_learned_tensor_and_one_of_a_number_get_their_gradients():
     shift, factor = torch.randn(4, 1, 30, requires_grad=True), torch.tensor([0.5, 2.0], requires_grad=True)
     unread, number = torch.ones(3, requires_grad=True), torch.tensor(0.7, requires_grad=True)
@@ -251,6 +275,13 @@ def test_integers_of_positions_have_64_bits_where_they_need_them(added):
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("divisor", [1.3, -1.3, 0.1, 0.7])
+@pytest.mark.parametrize("operation", [torch.remainder, torch.floor_divide])
+def test_remainders_just_below_a_multiple_are_pytorchs(operation, divisor):
+    """In fp32 9.1 / 1.3 is 7, but 9.1 is less than 7 * 1.3."""
+    compare(scores.function(lambda s, b, h, q, k: s + operation((k - 2 * q) * abs(divisor), divisor)))
+
+
 LOWEST_32 = torch.iinfo(torch.int32).min
 
 
@@ -286,6 +317,38 @@ def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
         change = scores.function(added, x)
         found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+NARROW = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda x, q, k: x[q] - x[k],
+        lambda x, q, k: (x[q] + x[k]) // 3,
+        lambda x, q, k: x[q] * 3 - x[k] * x[q],
+        lambda x, q, k: -x[q] + ~x[k],
+        lambda x, q, k: (x[q] - 5) ** 2,
+        lambda x, q, k: (x[q] - x[k] > 0) * 1000,
+        lambda x, q, k: x[q] * torch.tensor(1_000_003) % 100,
+        lambda x, q, k: x[q].long() * 1_000_003 * x[k].long() % 100,
+        lambda x, q, k: x[q] * 3 * k,
+        lambda x, q, k: (q.to(x.dtype) * 101 - k.to(x.dtype) * 10_007) // 3,
+        lambda x, q, k: x[q].int() * 65_537 * x[k] % 1000,
+        lambda x, q, k: torch.where(q > k, x[q], x[k]) * torch.where(q > k, 1_000_003, 1_000_007) % 100,
+        lambda x, q, k: (q > k).long() * 2_000_000_000 * 2 + torch.sign(k - q) * 2_000_000_000 * 3,
+        lambda x, q, k: (x[q] / 3).to(torch.int64) * 1_000_000_007 % 1000,
+    ],
+)
+def test_integers_wrap_around_where_pytorchs_do(added, dtype):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 32, 16, generator=generator) for _ in range(3))
+    x = NARROW.to(dtype)
+    change = scores.function(lambda s, b, h, q, k: s + added(x, q, k) % 97 * 0.02)
+    found, want = (attention(q, k, v, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.timeout(60)

@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.registration import empty_kept
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import prepared_call
 from sparseflash.backends.triton.alignment import can_describe
@@ -174,7 +175,7 @@ def test_examples_have_the_layout_of_what_the_kernels_read():
 def test_kernels_find_both_kept_numbers_at_addresses_that_16_divides(batch, heads, rows):
     """They are compiled for such addresses, once for all sizes."""
     q, lse = torch.empty(batch, heads, rows, 16), torch.empty(batch, heads, rows)
-    kept = pass_layout.empty_kept(q)
+    kept = empty_kept(q)
     assert kept.shape[0] == 2 and kept[0].numel() >= lse.numel()
     *_, saved = as_kernels_read(q, None, Saved(q, q, q, q, lse, kept))
     assert all(half.data_ptr() % 16 == 0 for half in saved.kept.unbind())

@@ -216,14 +216,3 @@ def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_i
                         assert config.block_n in (16, 32, 64, 128, 256)
                         assert config.num_warps in (1, 2, 4, 8)
                         assert config.num_stages >= 1
-
-
-@pytest.mark.parametrize(
-    ("kernel", "dim", "warps"),
-    [("forward", 64, 1), ("dq", 64, 1), ("dk_dv", 64, 2), ("forward", 128, 2), ("dq", 128, 2), ("dk_dv", 128, 4)],
-)
-def test_tiles_of_32_are_walked_by_as_many_warps_as_took_least_on_an_h100(kernel, dim, warps):
-    assert config_for(kernel, architecture_of((9, 0)), "half", dim, (32, 32), True).num_warps == warps
-    assert config_for(kernel, architecture_of((9, 0)), "half", dim, (64, 64), True).num_warps == 4
-    fp32 = config_for(kernel, architecture_of((9, 0)), "fp32", dim, (32, 32), False)
-    assert fp32.num_warps == 4

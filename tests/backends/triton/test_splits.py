@@ -108,26 +108,6 @@ def test_few_queries_to_very_many_keys_are_cut():
     assert made.worklist(1, 64).parts == 0
 
 
-@pytest.mark.parametrize(
-    ("q_len", "k_len", "block", "tile", "resident", "kind", "chunks", "cost"),
-    [
-        (16384, 16384, 128, 128, 2, "bigbird", 4, 0.003),
-        (16384, 16384, 64, 64, 4, "bigbird", 7, 0.003),
-        (1024, 65536, 128, 128, 2, "dense", 5, 0.005),
-        (1, 65536, 128, 64, 4, "dense", 64, 0.062),
-    ],
-)
-def test_the_numbers_of_the_table_in_configs(q_len, k_len, block, tile, resident, kind, chunks, cost):
-    """Chunks cost half a tile each, as a part of all tiles."""
-    if kind == "dense":
-        made = dense_plan((1, 1), 1, (q_len, k_len), (block, block), torch.device("cpu"))
-    else:
-        made = plan(patterns.block_mask(kind, q_len, block))
-    side = made.worklist(0, tile, resident=resident)
-    assert max(count for _, _, count, _ in side.merged.tolist()) == chunks
-    assert round(side.parts * 0.5 / sum(block_counts(side)[0]), 3) == cost
-
-
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), st.sampled_from([1, 4, 264]), st.integers(1, 20))
 def test_chunks_are_neither_too_long_nor_too_many(sizes, slots, fewest):
     sizes = torch.tensor(sizes)

@@ -118,29 +118,6 @@ def test_bits_of_equal_gathered_tiles_are_stored_once():
 # ---------------------------------------------------------------------- the choice
 
 
-@pytest.mark.parametrize(
-    ("kind", "block", "tiles_", "gathered", "held_32"),
-    [
-        ("butterfly", 16, 3.27, 3.27, 1.82),
-        ("butterfly", 32, 1.80, 1.80, 1.00),
-        ("local", 16, 1.33, 1.33, 1.33),
-        ("local", 32, 1.11, 1.11, 1.11),
-        ("bigbird", 16, 6.61, 2.40, 1.40),
-        ("bigbird", 32, 2.18, 1.40, 1.00),
-        ("random12", 16, 6.88, 3.30, 1.88),
-        ("random12", 32, 3.27, 1.88, 1.01),
-    ],
-)
-def test_the_scores_of_each_tiling_are_those_of_the_table(kind, block, tiles_, gathered, held_32):
-    mask = patterns.block_mask(kind, 16384, block)
-    made, live = retiled(mask), len(mask.indices) * block**2
-    found = [
-        made.count(0, tiling) * tiling.held * tiling.streamed / live
-        for tiling in (Tiling(64, 64), Tiling(64, 64, block), Tiling(32, 64, block))
-    ]
-    assert found == pytest.approx([tiles_, gathered, held_32], abs=0.006)
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize(
     ("kind", "block", "tiling"),

@@ -191,13 +191,6 @@ def invoke(*words):
     return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
 
 
-@pytest.mark.parametrize("command", ["corpus", "train", "sample", "bench", "show"])
-def test_commands_explain_themselves(command):
-    done = invoke(command, "--help")
-    assert done.exit_code == 0
-    assert ("--device" if command == "sample" else "--out") in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

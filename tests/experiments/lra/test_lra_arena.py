@@ -1,18 +1,14 @@
 import json
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from experiments.lra import arena, cli
-from experiments.lra.config import as_dict
 from experiments.lra.presets import PRESETS
 from experiments.lra.session import Session
-from experiments.lra.table.accuracy import helps
 from experiments.lra.tasks import load
-from experiments.lra.train import check
 from experiments.measurements import read
 from experiments.training.distributed import SINGLE
 from experiments.training.trainer import never
@@ -43,12 +39,8 @@ def test_every_row_has_one_seed_before_any_has_two():
     rows = arena.rows_of("rules", ["text", "image"], ["dense", "local"], SMALL, arena.Path("out"))
     order = [(place.parent.name, config.seed) for config, place in arena.in_order(rows, (0, 1))]
     assert order[:5] == [
-        ("text-dense", 0),
-        ("text-local", 0),
-        ("image-dense", 0),
-        ("image-local", 0),
-        ("text-dense", 1),
-    ]
+        ("text-dense", 0), ("text-local", 0), ("image-dense", 0), ("image-local", 0), ("text-dense", 1),
+    ]  # fmt: skip
 
 
 def test_rows_differ_in_task_and_mask_alone_and_have_no_help_but_positions():
@@ -89,21 +81,6 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
 
 def line_of(output, task, mask):
     return next(line for line in output.splitlines() if line.startswith(f"| {task} | {mask} |"))
-
-
-def test_the_best_preset_names_its_helps(tmp_path):
-    found = {}
-    for task in PRESETS["best"]:
-        (row,) = arena.rows_of("best", [task], ["butterfly"], {}, tmp_path)
-        check(replace(row.config, device="cpu", compiled=False))
-        found[task] = helps(as_dict(row.config))
-    assert found["image"] == (
-        "mirrored and moved, squares of other images, brightness as a number, convolutions of 3 x 3 pixels, "
-        "smoothed labels, averaged weights"
-    )
-    assert found["text"] == "convolutions of 7 tokens, averaged weights"
-    assert found["listops"].startswith("brackets counted, each argument's operator, values of expressions in training")
-    assert found["pathfinder32"].startswith("turned (square), pixel labels in training, convolutions of 3 x 3 pixels")
 
 
 def test_there_is_nothing_to_record_without_runs(tmp_path):
@@ -183,5 +160,9 @@ def test_pretraining_comes_before_each_run_and_stands_in_the_table(data, tmp_pat
     assert after["data"] == before["data"]
     steps = before["steps"]
     assert re.search(rf"\| image \| local \| .* none \| denoise {steps} \|", result.output)
+    both = command(data, tmp_path / "out", seeds="1,2", pretrain=0.01)
+    assert both.exit_code == 0, both.output
+    (row,) = (text for text in both.output.splitlines() if text.startswith("| image | local |"))
+    assert len(row.split(" | ")[2].split()) == 2, "each seed has a self-pretraining of its own; they are one row"
     again = command(data, tmp_path / "out", seeds="1", pretrain=0.01)
     assert "step" not in again.output.partition("| task")[0]

@@ -398,19 +398,3 @@ def test_resumed_runs_keep_their_settings():
     assert resumed(TINY, {"steps": 20, "device": "auto"}).steps == 20
     with pytest.raises(ValueError, match="must keep its settings: --max-tokens was 40, got 41"):
         resumed(TINY, {"max_tokens": 41})
-
-
-def test_the_modern_presets_checkpoint_fits_four_files():
-    """Weights and two moments in fp32, in files below 16 MiB."""
-    from experiments.lra.model.build import build_model
-    from experiments.lra.tasks import TASKS
-    from sparseflash import BlockMask
-
-    config = configure("modern", {})
-    model = build_model(config, TASKS["listops"], BlockMask.dense(config.shape.length, block=config.block))
-    size = 3 * 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert 30e6 < size < 4 * 15 * 2**20
-
-
-def test_demo_masks_can_be_built():
-    assert [demo.short(name) for name in demo.MASKS] == ["dense", "local", "butterfly", "beacons"]

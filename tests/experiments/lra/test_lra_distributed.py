@@ -88,21 +88,8 @@ def test_one_process_goes_on_where_two_stopped(pair, folder, alone):
 def test_the_command_under_torchrun_says_everything_once(folder, tmp_path):
     words = ["train", "--data", folder, "--out", tmp_path / "runs", "--seeds", "0,1", "--steps", 2, "--batch", 4]
     sizes = [
-        "--block",
-        16,
-        "--depth",
-        1,
-        "--width",
-        16,
-        "--heads",
-        1,
-        "--mlp",
-        16,
-        "--max-tokens",
-        40,
-        "--device",
-        "cpu",
-    ]
+        "--block", 16, "--depth", 1, "--width", 16, "--heads", 1, "--mlp", 16, "--max-tokens", 40, "--device", "cpu",
+    ]  # fmt: skip
     done = torchrun("-m", "experiments.lra", *words, *sizes)
     assert "FutureWarning" not in done.stderr, done.stderr
     assert done.stdout.count("mean ± std") == done.stdout.count("seed0: BlockMask") == 1

@@ -92,12 +92,15 @@ def test_stored_weights_answer_as_the_run_does_in_fewer_bytes(run, folder, tmp_p
     assert every["accuracy_of_run"] == metrics["test_accuracy"]
     assert every["test_accuracy"] == pytest.approx(metrics["test_accuracy"], abs=1.5 / len(made.data.test))
     assert every["test_loss"] == pytest.approx(metrics["test_loss"], rel=rel)
+    assert every["figure"] == f"lra/listops/accuracy/{bits}/butterfly"
+    assert f"Its stored figure: {every['figure']}" in found.output
     again = stored_in(tmp_path / "kept", stored, bits)
     assert again.exit_code == 2 and "the folder must be another one than the run's" in again.output
 
 
 def stored_in(folder, run, bits):
-    return CliRunner().invoke(cli.app, ["store", str(run), "--out", str(folder), "--bits", str(bits)])
+    words = ["--out", str(folder), "--bits", str(bits), "--figure", f"lra/listops/accuracy/{bits}/butterfly"]
+    return CliRunner().invoke(cli.app, ["store", str(run), *words])
 
 
 def test_weights_are_not_stored_in_other_bits(run, tmp_path):

@@ -124,23 +124,6 @@ def one_thread():
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_process_killed_in_the_middle_can_be_resumed(data, tmp_path):
-    config = replace(TINY, steps=10**6, checkpoint_every=5, eval_every=10**6)
-    folder = tmp_path / "run"
-    process = interpreting().start(train_in_a_fork, (config, data.folder, folder, tmp_path / "begun"))
-    try:
-        wait_for(lambda: checkpoint.checkpoints(folder), process)
-    finally:
-        process.kill()
-        process.join()
-    killed = Run(config, data, folder, resume=True)
-    assert killed.state.step > 0 and killed.state.step % 5 == 0
-    uninterrupted = Run(replace(config, checkpoint_every=10**6), data, tmp_path / "other")
-    uninterrupted.train(pause=lambda step: step == killed.state.step)
-    assert same_bits(weights(killed), weights(uninterrupted))
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_a_process_killed_at_any_moment_resumes_to_the_same_losses(data, tmp_path):
     """Killed between steps, in one, while a checkpoint is written, while it starts."""
     config = replace(TINY, steps=10**6, checkpoint_every=7, eval_every=50, log_every=1)

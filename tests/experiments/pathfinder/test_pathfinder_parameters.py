@@ -1,24 +1,7 @@
-from math import floor
-
 import pytest
 
-from experiments.pathfinder.parameters import EXTRAPOLATED, FOLDS, LRA, lra, parameters_of
+from experiments.pathfinder.parameters import FOLDS, LRA, lra, parameters_of
 from experiments.pathfinder.testset import title
-
-
-def test_512_pixels_go_on_by_the_mean_step_of_the_two_doublings_before():
-    found = EXTRAPOLATED[512]
-
-    def next_of(before, after):
-        return after + (after - before) / 2
-
-    names = set(found) - {"margins", "target_contrast", "distractor_contrast", "continuity"}
-    for name in names - {"thickness"}:
-        assert found[name] == floor(next_of(LRA[64][name], LRA[256][name])), name
-    assert found["thickness"] == next_of(LRA[64]["thickness"], LRA[256]["thickness"])
-    assert found["margins"] == (next_of(LRA[64]["margins"][0], LRA[256]["margins"][0]),)
-    assert found["continuity"] == LRA[64]["continuity"] == LRA[256]["continuity"]
-    assert found["target_contrast"] == found["distractor_contrast"]
 
 
 def test_the_arenas_parameters_are_unchanged_and_others_have_names_of_their_own():

@@ -6,7 +6,7 @@ from PIL import Image
 
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
-from experiments.pathfinder.plain_render import lanczos, plain_layers, plain_render
+from experiments.pathfinder.plain_render import lanczos, plain_render
 from experiments.pathfinder.render import render
 from experiments.pathfinder.rendering import (
     LEVELS,
@@ -21,7 +21,6 @@ from experiments.pathfinder.rendering import (
     rendered,
 )
 from experiments.pathfinder.vectors import collect
-from tests.experiments.pathfinder.oracle import Oracle
 from tests.experiments.pathfinder.parameters import OTHER
 
 CASES = {"32": lra(32, 6), "64": lra(64, 6), "128": lra(128, 9), "256": lra(256, 6), "other": OTHER}
@@ -47,13 +46,6 @@ def test_both_renderers_agree_in_every_rendering(vectors, name):
 def test_the_rule_of_this_project_gives_the_bits_of_the_fast_renderer(vectors):
     images = [rendered(vectors, index, RENDERINGS[PROJECT]) for index in range(IMAGES)]
     assert np.array_equal(np.stack(images), render(vectors))
-
-
-def test_the_plain_renderer_draws_what_the_generators_oracle_draws():
-    parameters = lra(64, 6)
-    vectors = collect(parameters, 4, [draw(parameters, 4, 0)])
-    lines, _ = plain_layers(vectors, 0)
-    assert np.abs(lines - Oracle(parameters, 4, 0).image).max() < 1e-5
 
 
 def test_lanczos_is_the_filter_of_pillow_and_overshoots():

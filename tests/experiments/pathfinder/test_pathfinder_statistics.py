@@ -12,7 +12,7 @@ from experiments.pathfinder.shortcuts import Pairs, describe, evaluate, pairs, s
 from experiments.pathfinder.statistics import COLUMNS, Estimate, estimate, statistics
 from experiments.pathfinder.vectors import collect
 
-CELLS = {(32, 6): 1500, (32, 14): 400, (64, 6): 600, (128, 9): 400, (256, 14): 200}
+CELLS = {(32, 6): 1500, (256, 14): 200}
 VECTORS = {}
 
 
@@ -32,11 +32,6 @@ def test_statistics_are_the_original_generators(size, contour):
         error = hypot(found[name].error, value.error)
         assert abs(found[name].mean - value.mean) < 4 * error, name
     assert abs(found["label"].mean - 0.5) < 4 * found["label"].error
-
-
-def test_original_failing_to_begin_is_what_makes_the_difference_at_32_pixels():
-    attempts = vectors_of(32, 6).attempts
-    assert 10 < attempts.mean() < 14  # 2 without it
 
 
 def test_estimates_are_means_and_their_errors():

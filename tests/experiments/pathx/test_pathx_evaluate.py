@@ -12,7 +12,7 @@ from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import cli, evaluate, rendering_table, table, weights
 from experiments.pathx.analyse import analyse
-from experiments.pathx.config import Config, distinct_drawings
+from experiments.pathx.config import Config
 from experiments.pathx.curricula import CURRICULA
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.train import Run
@@ -138,12 +138,6 @@ def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_
     assert "no tracing: marker distance" in text
     assert "| small 2-D CNN | | 70.0 % ± 1.0 | 60.0 %, 70.0 %, 70.0 %, 80.0 % | |" in text
     assert "near:8" in text
-
-
-def test_a_fixed_set_is_as_large_as_the_arenas_in_all_stages_together():
-    for name in ("fixed-160000", "hard-160000"):
-        assert distinct_drawings(CURRICULA[name]) == 160_000
-        assert all(stage.images for stage in CURRICULA[name])
 
 
 def test_a_model_is_tested_on_other_strokes(finished):

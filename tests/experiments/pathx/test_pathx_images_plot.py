@@ -5,11 +5,11 @@ from typer.testing import CliRunner
 
 from experiments.measurements import read
 from experiments.pathx import cli, images_plot
-from experiments.pathx.cli import RESULTS
+from experiments.pathx.cli import RESULTS, WEIGHTS
 
 
 def test_all_seeds_that_the_mean_counts_are_in_the_plot():
-    found = images_plot.curves(RESULTS)
+    found = images_plot.curves(RESULTS, WEIGHTS)
     sparse = [each for each in found if each.kind == "label-free-tiles16x5-butterfly8x4"]
     stored = {each.name: each for each in read(RESULTS / "models.jsonl")[1]}
     mean = stored["pathx/path-x/accuracy/labels-alone/block-sparse"]
@@ -23,7 +23,7 @@ def test_a_validation_stands_at_the_images_of_its_step(tmp_path):
     run = {"name": "label-free-unet-seed3", "curriculum": [{}, {}], "curve": {"train": train, "val": val}}
     (tmp_path / "curves.jsonl").write_text(json.dumps(run) + "\n" + json.dumps({**run, "name": "other"}) + "\n")
     (tmp_path / "runs").mkdir()
-    note = {"results": {"128-14-drop": {"accuracy": 0.75}}}
+    note = {"sha256": "", "results": {"128-14-drop": {"accuracy": 0.75}}}
     (tmp_path / "runs" / "label-free-unet-seed3.json").write_text(json.dumps(note))
     (found,) = images_plot.curves(tmp_path)
     assert found == images_plot.Curve("label-free-unet-seed3", "label-free-unet", (2000, 3000), (0.6, 0.8), 3000, 0.75)

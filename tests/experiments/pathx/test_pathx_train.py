@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from experiments.pathfinder.seeds import training_seed
 from experiments.pathx import train, weights
 from experiments.pathx.cli import app
-from experiments.pathx.config import Config, as_dict, from_dict
+from experiments.pathx.config import as_dict, from_dict
 from experiments.pathx.data import stream as streams
 from experiments.pathx.data.batches import make
 from experiments.pathx.model.intensity import fitted
@@ -191,18 +191,6 @@ def test_a_run_killed_after_a_stage_goes_on_with_the_next(whole, stream, tmp_pat
     assert (resumed.state.step, resumed.state.stage, resumed.state.stage_step) == (7, 1, 0)
     resumed.train()
     assert same_bits(tensors(resumed), tensors(whole[0]))
-
-
-def test_checkpoint_files_are_small(whole):
-    newest = sorted(whole[0].folder.glob("checkpoint-*"))
-    assert len(newest) == 1
-    assert all(part.stat().st_size <= 15 * 2**20 for part in newest[0].iterdir())
-
-
-def test_the_headline_model_is_as_large_as_said():
-    """1 to 1.5 million parameters: four copies, with average and optimiser, in files of 15 MiB."""
-    parameters = sum(each.numel() for each in weights.build(Config()).parameters())
-    assert 0.5e6 < parameters < 1.5e6
 
 
 def test_a_run_is_not_replaced_unasked(whole, stream):

@@ -5,16 +5,10 @@ import pytest
 from typer.testing import CliRunner
 
 CONTENTS = {
-    "not text": b"\xff\xfe\x00\x90",
-    "no JSON": b"{",
-    "other JSON": b'{"a": 1}\n',
-    "a list": b"[1, 2]",
-    "nothing": b"null",
-    "empty": b"",
-    "deep": b"[" * 100_000,
-    "deep objects": b'{"kind":' * 100_000,
+    "not text": b"\xff\xfe\x00\x90", "no JSON": b"{", "other JSON": b'{"a": 1}\n', "a list": b"[1, 2]",
+    "nothing": b"null", "empty": b"", "deep": b"[" * 100_000, "deep objects": b'{"kind":' * 100_000,
     "long number": b"[" + b"9" * 10_000 + b"]",
-}
+}  # fmt: skip
 
 # Command, needed file, and the file of the folder it reads.
 COMMANDS = {

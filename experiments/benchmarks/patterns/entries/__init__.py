@@ -1,1 +1,1 @@
-"""The entries of the catalogue: one file for each one or two groups of patterns."""
+"""The entries of the catalogue, by groups."""

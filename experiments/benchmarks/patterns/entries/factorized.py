@@ -1,5 +1,3 @@
-"""Factorized and logarithmic patterns: Sparse Transformer, DeepSpeed's "fixed", powers of two, hierarchies."""
-
 from __future__ import annotations
 
 from torch import Tensor

@@ -1,5 +1,3 @@
-"""Patterns over images and videos, in several orders of the tokens."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,11 +22,10 @@ WINDOW = 13
 
 def on_grid(
     axis: Axis,
-    shape_of: Callable[[int], Sequence[int]] = sides,
     places_of: Callable[[Tensor, Sequence[int], int], list[Tensor]] = lambda x, shape, block: places(x, shape),
 ) -> Live:
     def live(h: Tensor, q: Tensor, k: Tensor, n: int, block: int) -> Tensor:
-        shape = shape_of(n)
+        shape = sides(n)
         found = (q >= 0) & (k >= 0)
         for x, y, side in zip(places_of(q, shape, block), places_of(k, shape, block), shape):
             found = found & axis(x, y, side)

@@ -35,6 +35,16 @@ def load() -> Package:
     return Package(flash_attn_func, BlockSparseTensorsTorch, cute)
 
 
+def call(**options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A call on `[B, H, N, D]`, whose tensors it reads through views."""
+    attention = load().attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].transpose(1, 2)
+
+    return attend
+
+
 def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
     @package.cute.jit  # type: ignore[untyped-decorator]
     def live(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:

@@ -56,17 +56,9 @@ def small_tiles(block: int) -> dict[str, int]:
     return {f"fwd_{name}": value for name, value in tile.items()}
 
 
-def _runner(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None) -> Runner:
+def flex(case: Case, pattern: Pattern, inputs: Inputs, mode: str | None = None) -> Runner:
+    """mode: of torch.compile; by default forward tiles are cut to small mask blocks, and nothing is tuned."""
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     call, options = compiled(mode), arguments(case, pattern)
     return Runner(lambda q, k, v: call(q, k, v, **options), inputs)
-
-
-def flex(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """PyTorch's default configuration; forward tiles are cut to small mask blocks."""
-    return _runner(case, pattern, inputs, None)
-
-
-def flex_autotune(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    return _runner(case, pattern, inputs, "max-autotune-no-cudagraphs")

@@ -1,5 +1,3 @@
-"""PyTorch's scaled_dot_product_attention: dense and causal cases only."""
-
 from __future__ import annotations
 
 import torch
@@ -12,7 +10,7 @@ from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 
 
-def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
+def with_backend(case: Case, pattern: Pattern, inputs: Inputs, backend: SDPBackend | None = None) -> Runner:
     if case.kind not in ("dense", "causal"):
         raise Unavailable("dense and causal masks only")
     if backend is not None and inputs.q.device.type != "cuda":
@@ -30,12 +28,4 @@ def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
     """On a GPU only for fp32, because FA2 and cuDNN have rows of their own."""
     if inputs.q.device.type == "cuda" and case.dtype != torch.float32:
         raise Unavailable("fp32 only; FA2 and cuDNN are timed by name")
-    return _runner(case, inputs, None)
-
-
-def sdpa_fa2(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    return _runner(case, inputs, SDPBackend.FLASH_ATTENTION)
-
-
-def sdpa_cudnn(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    return _runner(case, inputs, SDPBackend.CUDNN_ATTENTION)
+    return with_backend(case, pattern, inputs)

@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest, examples_of
+from sparseflash.backends.triton.changes.hopper_key_bias import hopper_finish_head, hopper_start
+from sparseflash.backends.triton.changes.key_bias import start
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.device_functions.softmax import LN2
@@ -25,7 +27,6 @@ from sparseflash.backends.triton.hopper.scores import (
     from_first_column,
     side_of_columns,
     slope_of,
-    store_sums,
     sums_of_threads,
     to_first_column,
 )
@@ -74,11 +75,6 @@ def distances(
         return tl.log2(1.0 + apart) * LN2
     else:
         return apart
-
-
-@triton.jit
-def start(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    return tl.zeros([TILE], tl.float32)
 
 
 @triton.jit
@@ -218,11 +214,6 @@ def hopper_of_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
 
 
 @gluon.jit
-def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
-    return sums_of_threads(no_scores)
-
-
-@gluon.jit
 def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds, of_tile):
     _, first, side = of_tile
     COLUMNS: gl.constexpr = ds.shape[1]
@@ -233,12 +224,6 @@ def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds,
     else:
         gained = (sums_of_threads(ds * from_first_column(COLUMNS, LAYOUT)) + sums_of_threads(ds) * first) * side
     return sums + gained
-
-
-@gluon.jit
-def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, place):
-    _, _, _, _, learned, _ = args
-    store_sums(learned[0], sums, place)
 
 
 class DistanceOnHopper(HopperKind):

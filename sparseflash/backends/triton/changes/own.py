@@ -100,8 +100,9 @@ def finish(
 
 _ARITHMETIC = {
     each.__name__: each
-    for each in (arithmetic.floor_divide, arithmetic.log1p, arithmetic.product, arithmetic.sigmoid, arithmetic.sign)
-}
+    for each in (arithmetic.floor_divide, arithmetic.float_remainder, arithmetic.log1p, arithmetic.product,
+                 arithmetic.sigmoid, arithmetic.sign)
+}  # fmt: skip
 
 
 class _Functions(BoundedDict):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.limits import COUNT
-from sparseflash.scores.expression import PLACES, Expression, Node, derivatives
+from sparseflash.scores.expression import INTEGERS, PLACES, Expression, Node, derivatives
 
 # Maximum number of entries per b and h of a learned table. Every program has its own copy of the gradients in memory.
 MOST_ENTRIES = 16384
@@ -168,13 +168,13 @@ class Source:
             of_numbers = (self._made.nodes[each].op == "number" for each in node.inputs)
             inputs = [x if of else f"tl.cast({x}, tl.int64)" for x, of in zip(inputs, of_numbers)]
         if node.op == "remainder":
-            text = "{0} - tl.floor({0} / {1}) * {1}" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
+            text = "float_remainder({0}, {1})" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
         elif node.op == "pow":
             text = self._power(number, inputs[0], self._made.nodes[node.inputs[1]].value)
         elif node.op == "to_float":
             text = "tl.where({}, 1.0, 0.0)" if self._kind(node) == "bool" else "{}.to(tl.float32)"
-        elif node.op == "to_int":
-            text = "tl.where({}, 1, 0)" if self._kind(node) == "bool" else "{}.to(tl.int32)"
+        elif node.op == "to_int" or node.op in INTEGERS:
+            text = self._to_integer(node)
         else:
             text = _FORMS[node.op]
         self._lines.append(f"x{number} = {text.format(*inputs)}")
@@ -186,8 +186,8 @@ class Source:
         return self._wide[number]
 
     def _find_wide(self, node: Node) -> bool:
-        if node.kind != "int" or node.op in ("number", "to_int"):
-            return False
+        if node.kind != "int" or node.op in ("number", "to_int") or node.op in INTEGERS:
+            return node.op == "to_int64"
         if node.op == "load":
             return self._tensors[int(node.value)].dtype == torch.int64
         return node.op in PLACES or any(self._is_wide(each) for each in node.inputs)
@@ -208,12 +208,29 @@ class Source:
         if node.op == "load":
             limits = torch.iinfo(self._tensors[int(node.value)].dtype)
             return limits.min, limits.max
-        if node.op not in _CORNERS:
+        if node.op not in _CORNERS and node.op not in INTEGERS:
             return None
         found = [self._range(each) for each in node.inputs[node.op == "where" :]]
+        if node.op in INTEGERS:
+            limits = torch.iinfo(INTEGERS[node.op])
+            return found[0] if _is_within(found[0], limits) else (limits.min, limits.max)
         if any(each is None for each in found) or (node.op in ("floor_divide", "remainder") and found[1][0] < 1):  # type: ignore[index]
             return None
         return _CORNERS[node.op](*found)
+
+    def _to_integer(self, node: Node) -> str:
+        """A conversion; none where the number is one already, and in range. Integers with 64 bits get them where they
+        are needed: see `_write`.
+        """
+        (x,) = node.inputs
+        kind, dtype = self._kind(node), INTEGERS.get(node.op, torch.int32)
+        if kind == "bool":
+            return "tl.where({}, 1, 0)"
+        if kind == "int" and (_is_within(self._range(x), torch.iinfo(dtype)) or dtype == torch.int64):
+            return "{}"
+        if dtype in (torch.int64, torch.int32):
+            return "{}.to(tl.int64)" if dtype == torch.int64 else "{}.to(tl.int32)"
+        return f"{{}}.to(tl.int32).to(tl.{str(dtype).removeprefix('torch.')}).to(tl.int32)"
 
     def _power(self, number: int, base: str, exponent: float) -> str:
         """A power by repeated squaring, times a root for a fractional exponent: a base that is 0 or negative has the
@@ -275,7 +292,7 @@ class Source:
             self._outside.append(f"outside{number}")
             mask = f", mask=outside{number} == 0, other=0"
         read = f"tl.load({' + '.join(address)}{mask})"
-        of_int = "" if x.dtype == torch.int64 else ".to(tl.int32)"
+        of_int = ".to(tl.int64)" if x.dtype in (torch.int64, torch.uint32, torch.uint64) else ".to(tl.int32)"
         cast = {"float": ".to(tl.float32)", "int": of_int, "bool": " != 0"}[node.kind]
         self._lines.append(f"x{number} = {read}{cast}")
 
@@ -325,6 +342,10 @@ _CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
 def _fits(found: tuple[int, int] | None) -> bool:
     """Whether integers in a range fit in 32 bits; False if the range is unknown."""
     return found is not None and found[0] >= -COUNT and found[1] < COUNT
+
+
+def _is_within(found: tuple[int, int] | None, limits: torch.iinfo) -> bool:
+    return found is not None and found[0] >= limits.min and found[1] <= limits.max
 
 
 def _entry_dims(load: Load) -> list[int]:

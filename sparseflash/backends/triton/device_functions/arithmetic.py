@@ -13,6 +13,15 @@ def floor_divide(x, y):
 
 
 @triton.jit
+def float_remainder(x, y):
+    """`x - floor(x / y) * y` of floats, exactly: just below a multiple of y it is just below y, not 0."""
+    x, y = tl.cast(x, tl.float64), tl.cast(y, tl.float64)
+    rest = x - tl.floor(x / y) * y
+    rest = tl.where((rest != 0.0) & ((rest < 0.0) != (y < 0.0)), rest + y, rest)  # the quotient was rounded up
+    return tl.where(tl.abs(rest) >= tl.abs(y), rest - y, rest).to(tl.float32)
+
+
+@triton.jit
 def product(gradient, slope):
     """The product, and 0 where the gradient is 0: dead scores have gradient 0, but their slope need not be finite."""
     return tl.where(gradient == 0.0, 0.0, gradient * slope)

@@ -227,8 +227,7 @@ def _least_few_queries(request: Request) -> float:
 def _fills_tiles(request: Request) -> bool:
     """Whether the backward takes a mask in small blocks as one in blocks of 128: their live blocks fill its tiles."""
     is_plain = {"sink"}.issuperset(request.changes) and max(request.dims) <= WIDEST_BACKWARD
-    is_measured = 32 <= min(request.block) < min(BLOCK)
-    return request.backward and is_plain and is_measured and request.filled > most_filled(request.dims)
+    return request.backward and is_plain and request.filled > most_filled(request.dims)
 
 
 def _backward_tile(request: Request) -> tuple[int, int]:

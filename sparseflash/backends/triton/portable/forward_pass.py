@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_out
+from sparseflash.backends.registration import empty_kept, empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.launches import empty_like, of_call, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
 from sparseflash.backends.triton.portable.merging import combine_rows, run_kernel
-from sparseflash.backends.triton.portable.pass_layout import Layout, empty_kept, layouts
+from sparseflash.backends.triton.portable.pass_layout import Layout, layouts
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores

@@ -69,14 +69,3 @@ class Layout:
             torch.empty(*x.shape[:3], PIECE_COUNT, width, dtype=PIECES_DTYPE, device="meta")
             for x, width in zip((q, k, v, *dout), widths)
         ]
-
-
-def empty_kept(q: Tensor) -> Tensor:
-    """An uninitialised tensor `[2, N]` for maxima and inverse sums of rows, N >= B * Hq * Nq; in half precision an
-    empty one.
-    """
-    if q.dtype != torch.float32:
-        return q.new_empty((0,))
-    # Both halves begin at addresses that 16 divides, whatever the sizes: kernels are compiled for such addresses.
-    batch, heads, rows, _ = q.shape
-    return q.new_empty((2, -(-batch * heads * rows // 4) * 4))

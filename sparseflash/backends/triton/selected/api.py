@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_lse, empty_out
+from sparseflash.backends.registration import empty_kept, empty_lse, empty_out
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.launcher import OPTIONS, on_device
@@ -75,13 +75,13 @@ def forward(
     out, lse = empty_out(q, k[..., :v_dim] if v is None else v), empty_lse(q)
     chosen = sorted_lists(index, k.shape[2], causal)
     of = sizes_of(q, k, v, v_dim, index.shape[3], scale, backward=False)
-    kept = torch.empty((2, *lse.shape) if of.keep else (0,), dtype=torch.float32, device=q.device)
+    kept = empty_kept(q)
     if lse.numel() == 0:
         return out, lse, chosen, kept
     q, k, v = readable(q), readable(k), None if v is None else readable(v)
     with on_device(q.device):
         forward_kernel[(of.rows * of.shape.TILES,)](
-            q, k, v, *chosen, out, lse, kept if of.keep else None, *of.numbers, 0, lse.numel(), scale, of.qk_scale,
+            q, k, v, *chosen, out, lse, kept if of.keep else None, *of.numbers, 0, kept.shape[-1], scale, of.qk_scale,
             strides_of(q, k, v, out), of.shape, **of.options, **OPTIONS,
         )  # fmt: skip
     return out, lse, chosen, kept

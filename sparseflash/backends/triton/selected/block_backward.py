@@ -13,6 +13,7 @@ from sparseflash.backends.triton.selected.block_forward import (
     entries_at,
     item_of_program,
     keys_of_block,
+    queries_of_program,
     rows_of_entries,
 )
 from sparseflash.backends.triton.selected.forward import queries_of
@@ -329,13 +330,7 @@ def add_kernel(
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Adds the blocks of some queries of one head, in the order of their lists."""
-    tiles = tl.cdiv(q_len, ROWS)
-    of_group = tl.program_id(0) // tiles
-    local, in_group = (of_group // group).to(tl.int64), of_group % group
-    pair = first_pair + local
-    query = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    is_row = query < q_len
-    lists = query.to(tl.int64) * choices
+    local, pair, in_group, query, is_row, lists = queries_of_program(q_len, group, choices, first_pair, ROWS)
     acc = tl.zeros([ROWS, PADDED_D], tl.float32)
     dims = tl.arange(0, PADDED_D)
     for slot in range(0, choices):

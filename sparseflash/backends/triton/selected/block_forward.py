@@ -145,6 +145,21 @@ def block_forward_kernel(
     tl.store(lse_ptr + row, tl.where(empty, float("-inf"), m_i + tl.log2(total)), mask=inside)
 
 
+@triton.jit
+def queries_of_program(q_len, group, choices, first_pair, ROWS: tl.constexpr):
+    """`(pair from the first, pair, head of the group, query, whether it is one, its place in the lists of the pair)` of
+    each row of a program that puts the parts of queries together.
+    """
+    tiles = tl.cdiv(q_len, ROWS)
+    of_group = tl.program_id(0) // tiles
+    local, in_group = (of_group // group).to(tl.int64), of_group % group
+    pair = first_pair + local
+    query = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    is_row = query < q_len
+    lists = query.to(tl.int64) * choices
+    return local, pair, in_group, query, is_row, lists
+
+
 @triton.jit(do_not_specialize=["q_len", "heads", "group", "choices", "first_pair"])
 def join_kernel(
     parts_ptr, lse_of_parts_ptr,  # as block_forward_kernel writes them
@@ -154,13 +169,7 @@ def join_kernel(
     DV: tl.constexpr, PADDED_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Joins the blocks of some queries of one head, in the order of their lists."""
-    tiles = tl.cdiv(q_len, ROWS)
-    of_group = tl.program_id(0) // tiles
-    local, in_group = (of_group // group).to(tl.int64), of_group % group
-    pair = first_pair + local
-    query = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    is_row = query < q_len
-    lists = query.to(tl.int64) * choices
+    local, pair, in_group, query, is_row, lists = queries_of_program(q_len, group, choices, first_pair, ROWS)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     for slot in range(0, choices):
         live = is_row & (tl.load(chosen_ptr + pair * q_len * choices + lists + slot, mask=is_row, other=-1) >= 0)

@@ -54,7 +54,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]; v may be None: see `values_of`
     lists_ptr, counts_ptr,  # as sort_kernel writes them
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], fp32 [B, Hq, Nq] contiguous
-    kept_ptr,  # fp32 [2, B, Hq, Nq] if KEEP: the maximum raw score and the inverse sum
+    kept_ptr,  # fp32 [2, rows_of_all] if KEEP: the maximum raw score and the inverse sum
     q_len, k_len, kv_heads, group, choices, first_row, rows_of_all, scale, qk_scale,
     strides,  # of batch, head and token, of q, k, v and out
     SHAPE: tl.constexpr,

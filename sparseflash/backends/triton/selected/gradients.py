@@ -92,7 +92,7 @@ def _backward_of_chunk(x: Tensors, sums: list[Tensor], of: Sizes, first_row: int
     p, ds = torch.empty(2, rows * of.group, of.choices, dtype=dtype, device=device)
     score_gradients_kernel[(rows * of.shape.TILES,)](
         x.q, x.k, x.v, x.dout, x.out, *x.chosen, x.lse, x.kept if of.keep else None, x.dlse, p, ds, *of.numbers,
-        first_row, x.lse.numel(), of.scale, of.qk_scale, strides_of(x.q, x.k, x.v, x.dout, x.out), of.shape,
+        first_row, x.kept.shape[-1], of.scale, of.qk_scale, strides_of(x.q, x.k, x.v, x.dout, x.out), of.shape,
         **of.options, **OPTIONS,
     )  # fmt: skip
     _write_dq(ds, x.k, x.chosen, x.dq, of, first_row, rows)

@@ -9,15 +9,9 @@ import torch
 from tests.interpreting.gluon import Deadlock
 
 SYNCHRONISES = (
-    "mbarrier.wait(",
-    "mbarrier.arrive(",
-    "async_copy.mbarrier_arrive(",
-    "tma.store_wait(",
-    "fence_async_shared(",
-    "wait_for_turn(",
-    "sent_is_visible(",
-    "gl.atomic_add(",
-)
+    "mbarrier.wait(", "mbarrier.arrive(", "async_copy.mbarrier_arrive(", "tma.store_wait(", "fence_async_shared(",
+    "wait_for_turn(", "sent_is_visible(", "gl.atomic_add(",
+)  # fmt: skip
 
 
 def synchronising_lines(module, after="", upto=""):

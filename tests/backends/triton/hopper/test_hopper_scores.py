@@ -368,15 +368,11 @@ def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
 @pytest.mark.parametrize(
     ("kind", "dim", "shape", "rule"),
     [
-        ("bias", 64, (1, 1), plan.RULE),
-        ("bias", 64, (2, 2), CUT),
-        ("bias", 128, (2, 1), CUT),
-        ("bias", 128, (2, 2), plan.RULE),
-        ("tile_bias", 64, (2, 2), plan.RULE),
-        ("tile_bias", 128, (1, 2), CUT),
+        ("bias", 64, (1, 1), plan.RULE), ("bias", 64, (2, 2), CUT), ("bias", 128, (2, 1), CUT),
+        ("bias", 128, (2, 2), plan.RULE), ("tile_bias", 64, (2, 2), plan.RULE), ("tile_bias", 128, (1, 2), CUT),
         ("tile_bias", 128, (2, 2), CUT),
     ],
-)
+)  # fmt: skip
 def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rule, kind):
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 2, 400, dim).bfloat16() for _ in range(4))

@@ -3,7 +3,6 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from typer.testing import CliRunner
 
 from experiments.benchmarks import calls as benchmark
 from experiments.benchmarks.calls import (
@@ -15,7 +14,6 @@ from experiments.benchmarks.calls import (
     SDPA,
     WAYS,
     Shape,
-    app,
     calls_of,
 )
 from experiments.benchmarks.harness import Bench
@@ -89,9 +87,3 @@ def test_first_calls_are_those_of_a_process_of_their_own(tmp_path):
     assert [(each.value, each.unit, each.failure) for each in found] == [
         *[(0.5, "s", "")] * 3, *[(None, "s", "the process ended with 1")] * 3,
     ]  # fmt: skip
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_command_says_so():
-    result = CliRunner().invoke(app, [])
-    assert result.exit_code == 2 and "there is no CUDA device" in result.output

@@ -10,7 +10,18 @@ import typer
 
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks.__main__ import module_of, names
-from experiments.benchmarks.harness import Bench, Unavailable, Way, chosen, difference, reason, slug, table
+from experiments.benchmarks.harness import (
+    Bench,
+    Unavailable,
+    Way,
+    chosen,
+    deadline,
+    difference,
+    options,
+    reason,
+    slug,
+    table,
+)
 from experiments.measurements import Measurement, Run, read, write
 
 RUN = Run("H200", "570", {"torch": "2.9"}, "abc", "2026-11-29", "python -m x")
@@ -148,6 +159,16 @@ def test_small_tools():
     with pytest.raises(typer.BadParameter, match="--case must be from a, b; got c"):
         chosen("--case", ["c"], ["a", "b"])
     assert difference(torch.full((2, 2), 1.5), torch.ones(2, 2)) == pytest.approx(0.5)
+
+
+def test_nothing_begins_that_may_end_after_the_minutes(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(options.time, "monotonic", lambda: now[0])
+    late, never = deadline(1.0), deadline(None)
+    found = []
+    for now[0] in (0.0, 25.0, 34.0, 36.0, 61.0):  # the longest work took 25 seconds
+        found.append(late())
+    assert found == [False, False, False, True, True] and not never()
 
 
 def test_a_folder_that_is_left_of_a_benchmark_is_no_program(monkeypatch, tmp_path):

@@ -210,18 +210,8 @@ def test_a_preset_has_the_sizes_that_are_not_given(monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(io, "measure", lambda bench, name, shape, counters: made.append((name, shape)))
     arguments = [
-        "table",
-        "--preset",
-        "theorem",
-        "--dim",
-        "32",
-        "--dim",
-        "64",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-    ]
+        "table", "--preset", "theorem", "--dim", "32", "--dim", "64", "--device", "cpu", "--out", str(tmp_path),
+    ]  # fmt: skip
     done = CliRunner().invoke(app, [*arguments, "--length", "256"])
     assert done.exit_code == 0, done.output
     assert made == [("theorem", Case(DENSE, None, 1, 8, 256, dim, 128)) for dim in (32, 64)]

@@ -94,17 +94,8 @@ def test_if_ours_cannot_run_the_peers_are_not_timed_either(monkeypatch, tmp_path
 
 def test_the_command_records_the_steps(tmp_path):
     arguments = [
-        "--device",
-        "cpu",
-        "--length",
-        "128",
-        "--rounds",
-        "1",
-        "--cases",
-        "d64-butterfly",
-        "--out",
-        str(tmp_path),
-    ]
+        "--device", "cpu", "--length", "128", "--rounds", "1", "--cases", "d64-butterfly", "--out", str(tmp_path),
+    ]  # fmt: skip
     found = CliRunner().invoke(app, [*arguments, "--peers", "none"])
     assert found.exit_code == 0, found.output
     (found,) = read(tmp_path / "layer.jsonl")[1]

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import typer
 
 from experiments.benchmarks.patterns.catalogue import CHOSEN, LONG, MEDIUM, PATTERNS, select
 from sparseflash import BlockMask, masks
@@ -81,5 +82,5 @@ def test_names_are_unique_and_groups_stand_together():
 def test_patterns_are_selected_by_name():
     assert select(None) == select([]) == PATTERNS
     assert [pattern.name for pattern in select(["local", "dense"])] == ["dense", "local"]
-    with pytest.raises(ValueError, match=r"a pattern must be one of a_shape; .*; got locl"):
+    with pytest.raises(typer.BadParameter, match=r"--only must be from dense \| causal \|.*; got locl"):
         select(["local", "locl"])

@@ -1,26 +1,11 @@
 import numpy as np
 import pytest
 import torch
+import typer
 
 from experiments.benchmarks.speed import patterns
-from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CASES, FORWARD, GROUPS, WAYS, Case, select, useful_flops
+from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CASES, FORWARD, GROUPS, Case, select, useful_flops
 from experiments.benchmarks.speed.patterns import KINDS, PLAIN_KINDS, block_mask, pattern
-
-
-@pytest.mark.parametrize(
-    ("kind", "percent"),
-    [
-        ("dense", 100.0),
-        ("butterfly", 6.25),
-        ("local", 6.9),
-        ("bigbird", 7.6),
-        ("random12", 12.9),
-    ],
-)
-def test_layouts_of_128_blocks_have_the_stated_densities(kind: str, percent: float) -> None:
-    layout = block_mask(kind, 16384, 128).to_layout()[0, 0]
-    assert 100 * layout.double().mean() == pytest.approx(percent, abs=0.06)
-    assert layout.diagonal().all()
 
 
 def test_drawn_layouts_are_the_same_every_time() -> None:
@@ -47,12 +32,6 @@ def test_a_rule_says_which_scores_of_partial_tiles_are_live(kind: str, block: in
     assert live.sum() == found.kept and live.any(1).all()
 
 
-@pytest.mark.parametrize(("kind", "reach"), [("window64", 64), ("window256", 256)])
-def test_windows_follow_their_element_rule(kind: str, reach: int) -> None:
-    idx = torch.arange(640)
-    assert torch.equal(block_mask(kind, 640, 128).to_dense()[0, 0], (idx[:, None] - idx).abs() <= reach)
-
-
 def test_useful_flops_count_kept_scores_only() -> None:
     case = Case("x", "causal", 2, 3, 256, 64)
     kept = pattern(case).kept
@@ -67,19 +46,12 @@ def test_case_names_are_unique_and_lengths_are_whole_blocks() -> None:
     assert all(case.length % min(case.block, case.length) == 0 and case.kind in KINDS for case in CASES)
 
 
-def test_quick_is_the_six_masks_at_both_head_dimensions() -> None:
-    quick = select("*", quick=True)
-    assert len(quick) == 12
-    assert all(case.passes == (FORWARD, BACKWARD) for case in quick)
-    assert {(case.length, case.head_dim, case.heads) for case in quick} == {(16384, 128, 16), (16384, 64, 32)}
-
-
 def test_globs_select_cases() -> None:
     chosen = select("memory-*-local, d64-dense")
     assert [case.name for case in chosen] == [
         "d64-dense", *(f"memory-{length}-local" for length in ("16k", "64k", "256k", "1m"))
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="--cases must match at least one of d128-dense"):
+    with pytest.raises(typer.BadParameter, match="--cases must match at least one of d128-dense"):
         select("nothing")
 
 
@@ -90,23 +62,10 @@ def test_groups_select_cases_and_together_hold_all() -> None:
     assert [case.name for case in select("*-dense", groups=("dtypes",))] == [
         "fp32-dense", "tf32-dense", "fp16-dense", "bf16-dense"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"--group must be from masks, memory, .*; got fast\."):
+    with pytest.raises(typer.BadParameter, match=r"--group must be from masks, memory, .*; got fast\."):
         select("*", groups=("masks", "fast"))
-    with pytest.raises(ValueError, match="which are none; got"):
+    with pytest.raises(typer.BadParameter, match="which are none; got"):
         select("*", groups=("blocks",), quick=True)
-
-
-def test_the_benchmark_covers_what_it_promises() -> None:
-    def values(group: str, name: str) -> set[object]:
-        return {getattr(case, name) for case in CASES if case.group == group}
-
-    assert values("masks", "kind") == {"dense", "causal", "butterfly", "local", "bigbird", "random12"}
-    assert values("dtypes", "arithmetic") == {"bfloat16", "float16", "float32", "tf32"}
-    assert values("blocks", "block") == {16, 32, 64, 128}
-    assert values("workloads", "head_dim") >= {32, 64, 72, 80, 96, 128, 192, 256}
-    assert values("workloads", "heads_of_keys") >= {1, 8, 16, 32}
-    assert {"memory-1m-local", "memory-1m-butterfly"} <= values("memory", "name")
-    assert all(case.passes == WAYS for case in CASES if case.group not in ("workloads", "memory"))
 
 
 def test_a_shrunk_case_keeps_its_grouping() -> None:

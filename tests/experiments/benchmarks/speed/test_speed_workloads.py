@@ -3,7 +3,7 @@ import torch
 
 from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.speed.cases import WORKLOADS
-from experiments.benchmarks.speed.patterns import lengths_of, pattern
+from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.run import OURS, run_case
 from experiments.measurements import Run
 
@@ -20,13 +20,6 @@ def test_a_mask_follows_its_rule(case):
     assert found.mask.shape[2:] == (case.length, case.k_len)
     live = torch.ones_like(q + k, dtype=torch.bool) if found.rule is None else found.rule(b, h, q, k)
     assert torch.equal(*torch.broadcast_tensors(found.mask.to_dense(), live))
-
-
-def test_documents_fill_the_sequence_and_padded_sequences_do_not():
-    (documents,) = (each for each in WORKLOADS if each.kind == "documents")
-    lengths = lengths_of(documents)
-    assert sum(lengths) == 65536 and len(lengths) == 32 and min(lengths) >= 1 and max(lengths) > 4 * min(lengths)
-    assert max(lengths_of(BY_KIND["padded"])) == 256 > min(lengths_of(BY_KIND["padded"]))
 
 
 @pytest.mark.parametrize("name", [*(case.name for case in BY_KIND.values()), "deepseek-causal-8k", "latent-causal-4k"])

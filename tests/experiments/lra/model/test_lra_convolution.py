@@ -20,14 +20,6 @@ def drawn(layer):
     return layer
 
 
-@pytest.mark.parametrize("size", [3, 7])
-def test_a_sequence_is_convolved_as_by_pytorch(size):
-    layer = drawn(DepthwiseConvolution(6, size).double())
-    x = torch.randn(2, 20, 6, dtype=torch.float64)
-    expected = F.conv1d(x.mT, layer.weight.T[:, None], padding=size // 2, groups=6).mT
-    torch.testing.assert_close(layer(x), x + expected)
-
-
 @pytest.mark.parametrize("size", [3, 5])
 def test_an_image_is_convolved_in_two_dimensions_as_by_pytorch(size):
     layer = drawn(DepthwiseConvolution(6, size, side=8).double())

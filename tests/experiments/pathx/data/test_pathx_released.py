@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from typer.testing import CliRunner
 
 import experiments
@@ -14,8 +13,6 @@ from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import FOLDS, lra
 from experiments.pathfinder.release import export
 from experiments.pathfinder.released import samples_in
-from experiments.pathfinder.render import render
-from experiments.pathfinder.statistics import pixel_statistics
 from experiments.pathfinder.vectors import collect
 from experiments.pathx import weights
 from experiments.pathx.cli import app
@@ -25,12 +22,11 @@ from experiments.pathx.data.released import folder_of_fold, image_of, samples_of
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import Evaluation, stage_for
 from experiments.pathx.train import Run
-from tests.experiments.pathfinder.tracer import connected
 from tests.experiments.pathx.runs import STAGES, TINY
 
 ROOT = Path(experiments.__file__).parents[1]
 RELEASED = ROOT / "tests" / "fixtures" / "pathfinder"
-PATHX = ROOT / "experiments" / "results" / "pathx" / "label-free-tiles16x5-butterfly8x4" / "model.safetensors"
+PATHX = ROOT / "experiments" / "weights" / "path-x" / "model.safetensors"
 BY_EYE = [1, 0, 1, 0, 1, 1, 1, 1]
 LABEL_FREE = replace(TINY, auxiliary=0.0, registers=0)
 
@@ -44,26 +40,6 @@ def exported(tmp_path_factory):
     return folder
 
 
-def tiles():
-    place = folder_of_fold(RELEASED, 128, 14)
-    return [image_of(sample, 128) for sample in samples_of(place, "all")]
-
-
-def test_the_tracer_finds_most_paths_of_generated_images_and_invents_few():
-    """Only then its answers about released images mean anything."""
-    parameters = lra(128, 14)
-    vectors = collect(parameters, 12, [draw(parameters, 12, index) for index in range(60)])
-    said = np.array([connected(image) for image in render(vectors)])
-    assert (said == vectors.labels).mean() >= 0.9
-    assert (said & (vectors.labels == 0)).sum() <= 1
-
-
-def test_the_released_tiles_have_the_labels_that_tracing_finds():
-    place = folder_of_fold(RELEASED, 128, 14)
-    assert [sample.label for sample in samples_of(place, "all")] == BY_EYE
-    assert [int(connected(image)) for image in tiles()] == BY_EYE
-
-
 def test_the_stored_model_answers_the_released_tiles():
     model, config, _ = weights.load(PATHX)
     config = replace(config, precision="fp32")
@@ -74,36 +50,6 @@ def test_the_stored_model_answers_the_released_tiles():
         found = evaluation.scores(pack_released, place, "all", images=len(BY_EYE))
     assert found.labels.tolist() == BY_EYE
     assert found.right.all()
-
-
-@pytest.mark.parametrize(("size", "sheet"), [(128, None), (64, "path64-curv_contour_length_14.png")])
-def test_released_pixels_have_the_statistics_of_ours(size, sheet):
-    if sheet is None:
-        released = np.stack(tiles())
-    else:
-        with Image.open(RELEASED / sheet) as file:
-            page = np.asarray(file)
-        released = np.stack([page[2 : 2 + size, 2 + i * (size + 2) : 2 + i * (size + 2) + size] for i in range(8)])
-    contour = 14 if size == 128 else 9
-    parameters = lra(size, contour)
-    ours = render(collect(parameters, 8, [draw(parameters, 8, index) for index in range(12)]))
-    assert (released.max((1, 2)) == 255).all() and (released.min((1, 2)) == 0).all()
-    if size == 128:
-        for name, values in pixel_statistics(released).items():
-            other = pixel_statistics(ours)[name]
-            error = np.hypot(values.std() / len(values) ** 0.5, other.std() / len(other) ** 0.5)
-            assert abs(values.mean() - other.mean()) < 4 * error, name
-    white = {64: 219, 128: 226}[size]
-    assert max(brightest_line(image) for image in released) == white
-    assert max(brightest_line(image) for image in ours) == white
-
-
-def brightest_line(image):
-    image = image.copy()
-    for _ in range(2):
-        y, x = np.unravel_index(image.argmax(), image.shape)
-        image[max(0, y - 9) : y + 10, max(0, x - 9) : x + 10] = 0
-    return image.max()
 
 
 def test_batches_are_training_images_and_depend_on_seed_and_step_alone(exported):

@@ -1,4 +1,4 @@
-"""Starts compiled kernels through the CUDA driver by `ctypes`, as `native.c` does, where that cannot be compiled."""
+"""Starts compiled kernels through the CUDA driver by `ctypes`: what `native.c` must do."""
 
 from __future__ import annotations
 
