@@ -147,7 +147,7 @@ FUNCTIONS = {
     "of two kinds": lambda n: (
         masks.local(n, window=9, causal=n % 2 == 1, block=16) if n % 3 else masks.dense(n, block=16)
     ),
-    "True and 1": lambda n: masks.butterfly(n, block=16, global_blocks=1 if n % 2 else 2),
+    "two options": lambda n: masks.butterfly(n, block=16, global_blocks=1 if n % 2 else 2),
     "a union": lambda n: masks.chunked(n, chunk=8, block=16) | masks.local(n, window=5, block=16),
     "its mask is read": lambda n: masks.local(n, window=masks.causal(n, block=16).q_len // 3 + 1, block=16),
     "another length": lambda n: masks.causal(n + 1, block=16).crop(q=(0, n), k=(0, n)),
@@ -158,6 +158,7 @@ FUNCTIONS = {
 @given(SIZES, st.sampled_from(list(FUNCTIONS)))
 @example([(n, n) for n in range(1, 40)], "causal")
 @example([(n, n) for n in range(1, 40)], "streaming")
+@example([(40, 40), (41, 41)], "of two kinds")
 def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):
     sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
     lengths = [stop - start for start, stop in pairwise(sums)]
