@@ -75,8 +75,8 @@ def dilated_grid(
     first, stop = (alike.numpy().searchsorted(query.numpy(), side=side) for side in ("left", "right"))
     indptr = starts_of(stop - first)
     listed, kind = (np.empty(indptr[-1], dtype=np.int32) for _ in range(2))
-    for _, places, at in ranges(first, stop - 1):
-        listed[places], kind[places] = columns[at], kinds[at]
+    for _, portion, at in ranges(first, stop - 1):
+        listed[portion], kind[portion] = columns[at], kinds[at]
 
     def words_of(some: NDArray[np.int64]) -> Tensor:
         portions = pairs[torch.from_numpy(some)].split(max(1, SCORES_AT_ONCE // (block_q * block_k)))
