@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, Integers, block_pair
+from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of_rows
+from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.tiling.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
-from sparseflash.masks.tiling.kinds import by_kind
-from sparseflash.masks.tiling.listing import entries, incidence
+from sparseflash.masks.tiling.listing import entries, incidence, ranges, starts_of
 from sparseflash.masks.tiling.signatures import pattern
 
 
@@ -63,12 +66,22 @@ def dilated_grid(
     group = (places % places.new_tensor(steps) * places.new_tensor(strides(steps))).sum(1).to(torch.int32)
     queries, query = bitmask.deduplicate(cut(group, block_q)[:, :, None])
     keys, key = bitmask.deduplicate(cut(group, block_k)[:, :, None])
-    # Blocks with the same sequence of groups are alike, and see one another if they share a group.
+    # Blocks with the same sequence of groups are alike, and see one another if they share a group. Block rows with the
+    # same one have the same tiles.
     meet = incidence(queries[:, :, 0], groups) @ incidence(keys[:, :, 0], groups).T
-    rows, cols = entries(incidence(query[:, None], len(queries)) @ meet @ incidence(key[:, None], len(keys)).T)
-    codes = [query[rows], key[cols]]
+    alike, cols = entries(meet @ incidence(key[:, None], len(keys)).T)
+    pairs, number = distinct(alike * len(keys) + key[cols])
+    columns, kinds = cols.to(torch.int32).numpy(), (number + 1).to(torch.int32).numpy()
+    first, stop = (alike.numpy().searchsorted(query.numpy(), side=side) for side in ("left", "right"))
+    indptr = starts_of(stop - first)
+    listed, kind = (np.empty(indptr[-1], dtype=np.int32) for _ in range(2))
+    for _, portion, at in ranges(first, stop - 1):
+        listed[portion], kind[portion] = columns[at], kinds[at]
 
-    def live(some: Tensor) -> Tensor:
-        return queries[query[rows[some]]] == keys[key[cols[some]]].transpose(1, 2)
+    def words_of(some: NDArray[np.int64]) -> Tensor:
+        portions = pairs[torch.from_numpy(some)].split(max(1, SCORES_AT_ONCE // (block_q * block_k)))
+        made = (queries[each // len(keys)] == keys[each % len(keys)].transpose(1, 2) for each in portions)
+        return torch.cat([bitmask.pack(live) for live in made])
 
-    return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))
+    arrays = arrays_of_rows(count, count, block_q, block_k, indptr, listed, kind, len(pairs), words_of)
+    return BlockMask(count, count, block_q, block_k, *arrays)

@@ -57,7 +57,12 @@ def made_for(pattern: Pattern | None, rule: bool, q_len: int, k_len: int, block:
     if rule:
         first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
         return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
-    mask = checked_mask(pattern(q_len) if q_len == k_len else pattern(q_len, k_len)).to("cpu")
+    return of_lengths(pattern(q_len) if q_len == k_len else pattern(q_len, k_len), q_len, k_len)
+
+
+def of_lengths(returned: Any, q_len: int, k_len: int) -> BlockMask:
+    """What a pattern has returned for these lengths, checked and on the CPU."""
+    mask = checked_mask(returned).to("cpu")
     if (mask.q_len, mask.k_len) != (q_len, k_len):
         raise ValueError(
             f"pattern must return a mask of the sequence's length, {q_len} queries and {k_len} keys; it returned one "

@@ -16,6 +16,7 @@ from sparseflash.blockmask.arguments import Block, block_pair, checked_device, p
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
+from sparseflash.blockmask.recorded import Call, recorded
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
 from sparseflash.masks.butterfly import butterfly
@@ -27,13 +28,14 @@ from sparseflash.masks.local import dilated, local
 from sparseflash.masks.log_sparse import log_sparse
 from sparseflash.masks.sparse_transformer import strided
 from sparseflash.masks.streaming import a_shape, streaming
-from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for
+from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for, of_lengths
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
 # The mask of n tokens begins that of more, unless one of these arguments, which the length limits or changes, is given.
-_NESTED = (causal, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
+_NESTED: tuple[Any, ...] = (causal, dense, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
+_RECORDED = {each.__wrapped__: each for each in _NESTED}
 _OF_ONE_LENGTH = frozenset(("q_len", "k_len", "factors", "strides", "layer"))
 _masks = BoundedDict(32)
 _versions = BoundedDict(32)
@@ -285,31 +287,65 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     rule, options = (pattern, {}) if pattern is not None else (dense, {"block": block})
     if isinstance(pattern, partial) and not pattern.args:
         rule, options = pattern.func, pattern.keywords
+    by_rule = is_rule(pattern)
+    masks: dict[tuple[int, int], BlockMask] = {}
+    if pattern is not None and rule not in _NESTED and not by_rule and q_sums == k_sums:
+        found, masks = _asked_for(pattern, list(dict.fromkeys(filter(None, q_sizes))))
+        if found is not None:
+            rule, options, pattern = found.func, found.keywords, found
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
         return documents(q_sizes, k_sizes, causal=rule is causal, **options)
-    by_rule = is_rule(pattern)
-    nested = by_rule or (any(rule is each for each in _NESTED) and options.keys().isdisjoint(_OF_ONE_LENGTH))
+    nested = by_rule or (rule in _NESTED and options.keys().isdisjoint(_OF_ONE_LENGTH))
     made_of = _longest_of(sizes) if nested else {size: size for size in sizes if 0 not in size}
     asked = dict.fromkeys(made_of.values())
     whole = max((q for q, k in asked if q == k), default=0) if by_rule else 0
-    masks = {size: made_for(pattern, by_rule, *size, block) for size in asked if size[0] != size[1] or size[0] >= whole}
     masks |= {
-        (q, k): masks[whole, whole].crop(q=(0, q), k=(0, k)) for q, k in asked if (q, k) not in masks
-    }  # fmt: skip
+        size: made_for(pattern, by_rule, *size, block)
+        for size in asked
+        if size not in masks and (size[0] != size[1] or size[0] >= whole)
+    }
+    masks |= {(q, k): masks[whole, whole].crop(q=(0, q), k=(0, k)) for q, k in asked if (q, k) not in masks}
     starts = zip(q_sums, k_sums)
     parts = [(masks[made_of[size]], *start, *size) for size, start in zip(sizes, starts) if size in made_of]
     return place(parts, q_sums[-1], k_sums[-1])
 
 
+def _asked_for(
+    pattern: Pattern, lengths: list[int]
+) -> tuple[partial[BlockMask] | None, dict[tuple[int, int], BlockMask]]:
+    """The one call of a nested family that a function makes for each length, or else its masks."""
+    with recorded(_RECORDED) as calls:
+        masks = {(length, length): pattern(length) for length in lengths}
+        found = _one_call([calls.get(id(mask)) for mask in masks.values()], lengths)
+        if found is not None:
+            masks.clear()  # those that nobody holds are not made
+            return found, masks
+    return None, {size: of_lengths(mask, *size) for size, mask in masks.items()}
+
+
+def _one_call(calls: list[Call | None], lengths: list[int]) -> partial[BlockMask] | None:
+    first = calls[0]
+    if first is None or not first.options.keys().isdisjoint(_OF_ONE_LENGTH):
+        return None
+    if any(call is None or (call.key, call.length) != (first.key, length) for call, length in zip(calls, lengths)):
+        return None
+    return partial(_RECORDED[first.family], **first.options)
+
+
 def _longest_of(sizes: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
     """The length whose mask begins with the mask of each length, for a pattern whose masks are nested.
 
-    A few times as long at most, so that few of its tiles are left out. Different numbers of queries and keys have a
-    mask of their own, because it begins at other positions.
+    A few times as long at most, so that few of its tiles are left out, unless it is short and has few parts. Different
+    numbers of queries and keys have a mask of their own, because it begins at other positions.
     """
+    least = 10 if len(sizes) <= 128 else 0  # below 1,024 tokens
     longest: dict[int, int] = {}
     for q_size, k_size in sizes:
         if q_size == k_size:
-            power = q_size.bit_length()
+            power = max(q_size.bit_length(), least)
             longest[power] = max(q_size, longest.get(power, 0))
-    return {(q, k): (longest[q.bit_length()],) * 2 if q == k else (q, k) for q, k in dict.fromkeys(sizes) if q and k}
+    return {
+        (q, k): (longest[max(q.bit_length(), least)],) * 2 if q == k else (q, k)
+        for q, k in dict.fromkeys(sizes)
+        if q and k
+    }

@@ -1,4 +1,5 @@
 import re
+import sys
 from cProfile import Profile
 from dataclasses import dataclass
 from functools import partial
@@ -137,6 +138,64 @@ def test_masks_are_made_for_few_lengths(pattern):
         varlen_mask(np.cumsum([0, *range(1, 400)]), pattern=pattern, block=32)
     few = [399] if pattern is window_rule else [1, 3, 7, 15, 31, 63, 127, 255, 399]
     assert [call.args[2] for call in made.call_args_list] == few
+
+
+FUNCTIONS = {
+    "causal": lambda n: masks.causal(n, block=32),
+    "streaming": lambda n: masks.streaming(n, window=17, sink=3, block=16),
+    "its length is read": lambda n: masks.local(n, window=n // 2 + 1, block=16),
+    "of two kinds": lambda n: (
+        masks.local(n, window=9, causal=n % 2 == 1, block=16) if n % 3 else masks.dense(n, block=16)
+    ),
+    "two options": lambda n: masks.butterfly(n, block=16, global_blocks=1 if n % 2 else 2),
+    "a union": lambda n: masks.chunked(n, chunk=8, block=16) | masks.local(n, window=5, block=16),
+    "its mask is read": lambda n: masks.local(n, window=masks.causal(n, block=16).q_len // 3 + 1, block=16),
+    "another length": lambda n: masks.causal(n + 1, block=16).crop(q=(0, n), k=(0, n)),
+    "factors": lambda n: masks.butterfly(n, factors=min(1, (n - 1) // 16), block=16),
+}
+
+
+@given(SIZES, st.sampled_from(list(FUNCTIONS)))
+@example([(n, n) for n in range(1, 40)], "causal")
+@example([(n, n) for n in range(1, 40)], "streaming")
+@example([(40, 40), (41, 41)], "of two kinds")
+def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):
+    sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
+    lengths = [stop - start for start, stop in pairwise(sums)]
+    parts = [(FUNCTIONS[name](n), at, at) for n, at in zip(lengths, sums) if n]
+    assert not sums[-1] or varlen_mask(sums, pattern=FUNCTIONS[name]) == place(parts, sums[-1], sums[-1])
+
+
+def test_a_function_is_called_for_each_length_and_few_of_its_masks_are_made():
+    lengths, held, module = [], [], sys.modules["sparseflash.masks.streaming"]
+
+    def pattern(length):
+        lengths.append(length)
+        mask = masks.streaming(length, window=7, sink=2, block=16)
+        held.extend([mask] if length == 5 else [])
+        return mask
+
+    with mock.patch.object(module, "spans", side_effect=module.spans) as made:
+        found = varlen_mask(np.cumsum([0, *range(1, 300)]), pattern=pattern)
+    assert lengths[:299] == list(range(1, 300))
+    # That of 5 is held by the function, so it is made: compiled code must not meet one that is not.
+    assert made.call_count <= 11 and "indices" in vars(held[0])
+    assert held[0] == masks.streaming(5, window=7, sink=2, block=16)
+    assert found == varlen_mask(
+        np.cumsum([0, *range(1, 300)]), pattern=partial(masks.streaming, window=7, sink=2, block=16)
+    )
+
+
+def test_a_function_that_handles_errors_of_a_mask_has_them():
+    def pattern(length):
+        try:
+            return masks.local(length, window=0)
+        except ValueError:
+            return masks.causal(length)
+
+    assert varlen_mask([0, 5, 15, 20], pattern=pattern) == masks.documents([5, 10, 5], causal=True)
+    with pytest.raises(ValueError, match="must return a mask of the sequence's length, 10 queries"):
+        varlen_mask([0, 5, 15, 20], pattern=lambda length: masks.causal(5))
 
 
 @given(block_masks(60), st.data())

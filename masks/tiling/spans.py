@@ -81,7 +81,7 @@ def spans(
         is_col = np.zeros((col_blocks, block_k), dtype=np.bool_)
         if cols is not None:
             is_col.reshape(-1)[:k_len] = cols.numpy()
-        has_cols = is_col.any(1)
+        has_cols[:] = is_col.any(1)
         marked = np.flatnonzero(has_cols)
         of_key = bitmask.pack(torch.from_numpy(is_col)).numpy()  # [Mk, W]
         # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it.
@@ -102,10 +102,10 @@ def spans(
     indptr = starts_of(counts.sum(1))
     begin = indptr[:-1, None] + counts.cumsum(1) - counts - ranges_of[0]  # plus a place in `columns`: that in the list
     listed, kind = np.empty(indptr[-1], dtype=np.int32), np.zeros(indptr[-1], dtype=np.int32)
-    for _, places, some in ranges(ranges_of[0].reshape(-1), ranges_of[1].reshape(-1)):
-        listed[places] = columns[some]
+    for _, places, at in ranges(ranges_of[0].reshape(-1), ranges_of[1].reshape(-1)):
+        listed[places] = columns[at]
         if len(marked):
-            kind[places] = np.maximum(some - (col_blocks - 1), 0)
+            kind[places] = np.maximum(at - (col_blocks - 1), 0)
 
     # The other tiles are made: in a run those at its ends; outside of it those past the first limit of a block row,
     # and marked keys of marked queries.
@@ -117,8 +117,8 @@ def spans(
         alike = np.minimum((marked + 1) * block_k, k_len).searchsorted(whole, side="right")
         last_at = ranges_of[1, :, part].copy()
         last_at[busy] = -1
-        r, at = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
-        cut.append((r, marked[at - col_blocks], begin[r, part] + at))
+        r, c = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
+        cut.append((r, marked[c - col_blocks], begin[r, part] + c))
         number, c = columns_between(*ranges_of[:, busy, part])
         r = busy[number]
         kind[begin[r, part] + c] = number + 1 + len(marked)
@@ -138,14 +138,14 @@ def spans(
     number, first_of = _combinations(codes)
     found = []
     at_once = max(1, WORDS_AT_ONCE // (block_q * words_per_row))
-    for at in range(0, max(1, len(first_of)), at_once):
-        some = first_of[at : at + at_once]
+    for begun in range(0, max(1, len(first_of)), at_once):
+        some = first_of[begun : begun + at_once]
         a, corner = r[some], c[some, None] * block_k
-        made = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
+        bits = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
         if of_key is not None:
             seen = np.where(is_row[a][:, :, None], np.int32(full_word), of_key[c[some]][:, None, :])
-            made |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)
-        distinct, inverse = bitmask.deduplicate(torch.from_numpy(made))
+            bits |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)
+        distinct, inverse = bitmask.deduplicate(torch.from_numpy(bits))
         words.append(distinct.numpy())
         found.append(inverse.numpy() + 1 + offset)
         offset += len(distinct)

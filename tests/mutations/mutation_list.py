@@ -289,6 +289,20 @@ MUTATIONS = [
         "tests/backends/test_exactness.py::test_blockwise_is_exact_a_few_scores_at_a_time",
     ),
     Mutation(
+        "varlen: a function's masks of other options count as one pattern",
+        "sparseflash/varlen.py",
+        "(call.key, call.length) != (first.key, length)",
+        "call.length != length",
+        "tests/test_varlen.py::test_a_function_of_a_length_has_the_mask_of_each_length",
+    ),
+    Mutation(
+        "masks: a kind of tiles is numbered where it appears last",
+        "sparseflash/blockmask/build.py",
+        "listed = np.flatnonzero(some)[::-1]",
+        "listed = np.flatnonzero(some)",
+        "tests/test_varlen.py::test_the_mask_is_block_diagonal",
+    ),
+    Mutation(
         "spans: tiles of a second portion are numbered as the first's",
         "masks/tiling/spans.py",
         "        offset += len(distinct)\n",

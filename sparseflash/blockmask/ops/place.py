@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import alternatives
 from sparseflash.blockmask.build import Integers
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
-from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
+from sparseflash.blockmask.ops.tilelist import TileList, mask_of
 from sparseflash.blockmask.threads import on_one_thread
 from sparseflash.blockmask.unique import distinct, number_combinations
 
@@ -85,19 +84,21 @@ class _Tiles(NamedTuple):
 
 
 def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
-    listed: list[tuple[Tensor, ...]] = []
+    listed: list[tuple[Integers, ...]] = []
     known = 0
     for mask in masks:
-        rows, entry = take_patterns(mask, mask.pattern.long().expand(1, heads).reshape(-1))
-        kind, own = mask.tile[entry].long(), mask.blocks[0]
-        listed.append((rows // own, rows % own, mask.indices[entry].long(), torch.where(kind > 0, kind + known, 0)))
+        indptr, col, tile = (x.numpy() for x in (mask.indptr, mask.indices, mask.tile))
+        own = mask.blocks[0]
+        rows = (np.broadcast_to(mask.pattern.numpy()[0], heads)[:, None] * own + np.arange(own)).reshape(-1)
+        which, entry = _runs(indptr[rows], indptr[rows + 1])
+        kind = tile[entry].astype(np.int64)
+        listed.append((which // own, which % own, col[entry].astype(np.int64), kind + (kind > 0) * known))
         known += len(mask.bits)
-    start = np.cumsum([0, *(len(rows) for rows, *_ in listed)])
-    head, row, col, kind = (torch.cat(column) for column in zip(*listed, strict=True))
+    start = np.cumsum([0, *(len(column[0]) for column in listed)])
+    head, row, col, kind = (np.concatenate(column) for column in zip(*listed, strict=True))
     # Masks of one pattern have most tiles in common, and what is made of equal tiles is made once.
     bits, number = bitmask.deduplicate(torch.cat([mask.bits for mask in masks]))
-    kind = torch.cat([number.new_zeros(1), number + 1])[kind]
-    return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), bits.numpy().view(np.uint32))
+    return _Tiles(start, head, row, col, np.append(0, number.numpy() + 1)[kind], bits.numpy().view(np.uint32))
 
 
 def _cut(
