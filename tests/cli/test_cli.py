@@ -625,7 +625,7 @@ def test_info_asks_explain_about_the_installed_triton(monkeypatch):
         return Explanation(backend, "", versions="asked" if backend == "hopper" else None)
 
     monkeypatch.setattr(info, "explain", explained)
-    monkeypatch.setattr(info.torch, "zeros", lambda shape, device, dtype: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(info.torch, "zeros", lambda *shape, device, dtype: torch.empty(*shape, dtype=dtype))
     assert info.usable("cuda:0") == (dict.fromkeys(("triton", "hopper", "blockwise")), "asked")
 
 
