@@ -71,6 +71,13 @@ def pytest_sessionfinish():
     gc.unfreeze()  # otherwise Triton's bindings complain of leaks at exit
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    import torch
+
+    torch.manual_seed(0)  # otherwise what a test draws depends on the tests that its worker ran before
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     from tests.processes.frame_stack import in_one_piece
@@ -115,8 +122,10 @@ def kernels_run_as_on_a_gpu(request):
 @pytest.fixture(scope="session", autouse=True)
 def masks_are_made_anew():
     """Two calls with the same arguments give two masks, which tests compare; `masks_are_kept` undoes this."""
+    from sparseflash.blockmask.cache import clear_caches
     from sparseflash.masks.tiling import signatures
 
+    clear_caches()  # of masks that modules of tests have made while they were collected
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(signatures, "SMALL_MASK", -1)
         yield

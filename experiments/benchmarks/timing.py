@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import TypeVar
 
@@ -106,15 +105,10 @@ def of_single_calls(calls: Mapping[str, Timed], device: torch.device, *, rounds:
     def series(call: Callable[[], object]) -> list[float]:
         for _ in range(3):
             call()
-        seconds, _ = first_call(partial(_loop, call, count), device)
+        seconds, _ = first_call(lambda: [call() for _ in range(count)], device)
         return [seconds / count * 1e3]
 
     return _by_turns(calls, rounds, series)
-
-
-def _loop(call: Callable[[], object], count: int) -> None:
-    for _ in range(count):
-        call()
 
 
 def host_microseconds(call: Callable[[], object], device: torch.device, *, count: int = 20, rounds: int = 5) -> float:

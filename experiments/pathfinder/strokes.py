@@ -31,7 +31,7 @@ _FIELDS = 7  # of a dash: y, x, heading, length, curvature, snake, brightness
 
 @dataclass(frozen=True)
 class Style:
-    """Ranges from which an image or a dash draws. Lengths are in pixels, or as a factor of the original's."""
+    """Ranges that an image or a dash draws from. Lengths are in pixels, or as a factor of the original's."""
 
     name: str
     dashes: tuple[float, float]  # length, pixels

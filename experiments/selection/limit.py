@@ -12,7 +12,7 @@ def share_found(dim: int, block: int, blocks: int, chosen: int, *, cosine: float
     >>> [round(share_found(64, block, blocks=240, chosen=15), 2) for block in (16, 32, 64)]
     [0.68, 0.45, 0.29]
 
-    Keys are random directions of `dim` features, of which one per query has this cosine with it. The mean of a block
+    Keys are random directions of `dim` features, one per query with this cosine to it. The mean of a block
     has the product `cosine / block` of that key, and the noise of all its keys, of variance `1 / dim` each. Times
     `block * sqrt(dim)`:
 

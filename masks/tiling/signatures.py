@@ -69,8 +69,8 @@ def _key_of_numbers(*values: Any) -> tuple[Any, ...] | None:
 
 
 def by_name(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function with keyword-only parameters: the error for too many positional arguments names those
-    parameters.
+    """Decorates a function with keyword-only parameters: the errors for too many positional arguments, and for names
+    that it does not have, list those parameters.
 
     >>> @by_name
     ... def window_of(q_len, k_len=None, *, window): ...
@@ -78,10 +78,15 @@ def by_name(function: Callable[P, T]) -> Callable[P, T]:
     Traceback (most recent call last):
         ...
     TypeError: window_of must be given q_len and k_len by position and the rest by name (window=); got 3 by position.
+    >>> window_of(4096, window_size=256)
+    Traceback (most recent call last):
+        ...
+    TypeError: window_of must be given q_len and k_len by position and the rest by name (window=); got window_size=.
     """
     parameters = inspect.signature(function).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    most, expected = len(positional), f"{' and '.join(positional)} by position"
+    most, known = len(positional), frozenset(p.name for p in parameters)
+    expected = f"{' and '.join(positional)} by position"
     if named := ", ".join(f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY):
         expected += f" and the rest by name ({named})"
 
@@ -89,6 +94,9 @@ def by_name(function: Callable[P, T]) -> Callable[P, T]:
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if len(args) > most:
             raise TypeError(f"{called.__name__} must be given {expected}; got {len(args)} by position.")
+        if not known >= kwargs.keys():
+            unknown = next(name for name in kwargs if name not in known)
+            raise TypeError(f"{called.__name__} must be given {expected}; got {unknown}=.")
         return function(*args, **kwargs)
 
     return called

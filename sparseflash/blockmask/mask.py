@@ -314,6 +314,11 @@ class BlockMask:
     def __len__(self) -> NoReturn:
         refuse("len")
 
+    def __add__(self, other: object) -> NoReturn:
+        refuse("sum")
+
+    __radd__ = __mul__ = __rmul__ = __add__
+
     def __array__(self, *_: object, **__: object) -> NoReturn:
         # Without this, NumPy would make an object array that holds the mask.
         refuse("array")

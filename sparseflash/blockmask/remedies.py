@@ -41,10 +41,11 @@ def no_attribute(name: str) -> AttributeError:
 
 def refuse(what: str) -> NoReturn:
     """Raises TypeError for an operation that masks do not have."""
-    remedies = {"index": _PART, "len": f"{_SIZES}; {_DENSE}", "array": _DENSE}
+    remedies = {"index": _PART, "len": f"{_SIZES}; {_DENSE}", "array": _DENSE, "sum": _MASKS}
     said = {
         "index": "indexed, sliced or iterated over",
         "len": "passed to len()",
         "array": "converted to an array",
+        "sum": "added or multiplied",
     }
     raise TypeError(f"a BlockMask must not be {said[what]}: {remedies[what]}.")

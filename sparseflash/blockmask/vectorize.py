@@ -131,12 +131,13 @@ def _of_arrays(
     try:
         found = function(*arguments)
     except Exception as error:
-        if any(words in str(error) for words in _ONE_NUMBER):
+        is_key = isinstance(error, KeyError) and isinstance(error.args[0], Tensor)  # of a dict
+        if is_key or any(words in str(error) for words in _ONE_NUMBER):
             raise TypeError(
                 f"{name} must answer for many {what} at once. Use &, | and ~ instead of and, or and not, "
                 "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
                 "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead "
-                f"of lists that are indexed; got a tensor where Python needs one number ({error})."
+                f"of lists and dicts that are indexed; got a tensor where Python needs one number ({error})."
             ) from error
         if isinstance(error, IndexError) and isinstance(refused, IndexError):
             raise

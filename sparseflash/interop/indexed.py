@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -12,12 +12,24 @@ from sparseflash.scores.change import Change, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Indexed(Change, prepared=False):
-    """In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
+    """A change of a tensor that is `derived` from the one that a `score_mod` captures, at each call, so that its values
+    and its gradients are those of the call.
+
+    In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
     exactly Hq entries, so the tensor is narrowed when the attention is called and its sizes are known.
     """
 
-    change: Change
-    places: str  # the index of each of the tensor's first dimensions: "b", "h", or another letter
+    captured: Tensor
+    derived: Callable[[Tensor], Tensor]
+    change: Change  # of another such tensor
+    places: str  # the index of each of the derived tensor's first dimensions: "b", "h", or another letter
+
+    @classmethod
+    def of_captured(
+        cls, captured: Tensor, derived: Callable[[Tensor], Tensor], make: Callable[[Tensor], Change], places: str
+    ) -> Indexed:
+        """make: the change of a derived tensor."""
+        return cls(captured, derived, make(derived(captured.detach())), places)
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -28,16 +40,16 @@ class Indexed(Change, prepared=False):
         return self.change.order
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.change.tensors()
+        return (self.captured,)
 
     def numbers(self) -> tuple[float, ...]:
         return self.change.numbers()
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Change:
-        return replace(self, change=self.change.with_tensors(tensors))
+        return replace(self, captured=tensors[0])
 
     def prepared(self, sizes: Sizes) -> Change:
-        (x,) = self.change.tensors()
+        x = self.derived(self.captured)
         wanted = {"b": (sizes.batch, "batch element"), "h": (sizes.heads, "query head")}
         for dim, place in enumerate(self.places):
             count, what = wanted.get(place, (x.shape[dim], ""))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +57,8 @@ def from_score_mod(
       such as `table[h, k - q + Nq - 1]`, or looked up by it, such as `table[h, bucket[q - k + Nk - 1]]`, or looked up
       by `[q, k]` in a matrix that is constant along its diagonals. The buckets are computed here, once;
 
-    A tensor indexed by b or h may have entries for more batch elements or heads than the attention has.
+    A tensor indexed by b or h may have entries for more batch elements or heads than the attention has. A result that
+    is kept for several calls follows tensors that change in place, as learned ones do.
 
     Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take. For example,
     `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a causal mask; `interop.flex_attention`
@@ -171,7 +174,8 @@ def _decay(
                 # A signed distance may be negative at dead scores, and its logarithm NaN.
                 other, decay, under = _as_integer(nodes, nodes[other].inputs[0]), scores.log_decay, None
             if sign := _distance(found, other, lengths, under):
-                return Indexed(decay(-sign * factor * found.tensors[int(nodes[one].value)]), "h")
+                times = partial(operator.mul, -sign * factor)
+                return Indexed.of_captured(found.tensors[int(nodes[one].value)], times, decay, "h")
     return None
 
 
@@ -202,12 +206,14 @@ def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -
     buckets = by_distance(found, node.inputs[1 - heads[0]], lengths)
     if buckets is None:
         return None
-    table = found.tensors[int(node.value)]
-    table = table if heads[0] == 0 else table.t()
-    buckets = torch.where(buckets < 0, buckets + table.shape[1], buckets)
-    if not 0 <= int(buckets.min()) <= int(buckets.max()) < table.shape[1]:
+    table, entries = found.tensors[int(node.value)], 1 - heads[0]
+    buckets = torch.where(buckets < 0, buckets + table.shape[entries], buckets)
+    if not 0 <= int(buckets.min()) <= int(buckets.max()) < table.shape[entries]:
         return None
-    return Indexed(scores.relative(sign * table, _bucket(buckets, lengths)), "h")
+    bucket = _bucket(buckets, lengths)
+    return Indexed.of_captured(
+        table, lambda x: sign * (x if entries == 1 else x.t()), lambda x: scores.relative(x, bucket), "h"
+    )  # fmt: skip
 
 
 def _bucket(buckets: Tensor, lengths: tuple[int, int]) -> Bucket:
@@ -226,11 +232,12 @@ def _bucket(buckets: Tensor, lengths: tuple[int, int]) -> Bucket:
 
 def _bias(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
     places = _entry(found.expression.nodes, at)
-    x = None if not places else _in_order(found, at, places, "bhqk", lengths)
+    x = None if not places else _of_lengths(found, at, places, lengths)
     if x is None:
         return None
     of_keys = "k" in places and "q" not in places
-    return Indexed(scores.key_bias(sign * x[:, :, 0]) if of_keys else scores.bias(sign * x), _read(places))
+    order, make = ("bhk", scores.key_bias) if of_keys else ("bhqk", scores.bias)
+    return Indexed.of_captured(x, lambda x: sign * _in_order(x, places, order), make, _read(places))
 
 
 def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change | None:
@@ -238,8 +245,10 @@ def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change |
     if node.op != "div" or node.inputs[0] != _SCORE:
         return None
     places = _entry(found.expression.nodes, node.inputs[1])
-    x = None if not places or "k" in places else _in_order(found, node.inputs[1], places, "bhq", lengths)
-    return None if x is None else Indexed(scores.temperature(x), _read(places))
+    x = None if not places or "k" in places else _of_lengths(found, node.inputs[1], places, lengths)
+    if x is None:
+        return None
+    return Indexed.of_captured(x, lambda x: _in_order(x, places, "bhq"), scores.temperature, _read(places))
 
 
 def _entry(nodes: Sequence[Node], at: int) -> str:
@@ -256,11 +265,15 @@ def _read(places: str) -> str:
     return "".join(place if place in places else "-" for place in "bh")
 
 
-def _in_order(found: Recorded, at: int, places: str, order: str, lengths: tuple[int, int]) -> Tensor | None:
-    """The tensor with dimensions in this order, of size 1 where not indexed; None if longer than the attention."""
+def _of_lengths(found: Recorded, at: int, places: str, lengths: tuple[int, int]) -> Tensor | None:
+    """The tensor that is read at these places; None if longer than the attention."""
     x, sizes = found.tensors[int(found.expression.nodes[at].value)], dict(zip("qk", lengths))
-    if any(x.shape[dim] != sizes[place] for dim, place in enumerate(places) if place in sizes):
-        return None
+    fits = all(x.shape[dim] == sizes[place] for dim, place in enumerate(places) if place in sizes)
+    return x if fits else None
+
+
+def _in_order(x: Tensor, places: str, order: str) -> Tensor:
+    """The tensor with dimensions in this order, of size 1 where not indexed."""
     x = x.permute([places.index(place) for place in order if place in places])
     return x[tuple(slice(None) if place in places else None for place in order)]
 

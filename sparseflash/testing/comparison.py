@@ -148,6 +148,8 @@ def compare(
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.
     """
+    if not callable(function):
+        raise TypeError(f"function must be a function of q, k and v; got {type(function).__name__}.")
     check_tensors(q, k, v)
     if mask is not None:
         check_mask(mask, q, k)

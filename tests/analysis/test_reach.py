@@ -137,9 +137,9 @@ def test_nothing_is_composed_with_the_identity(monkeypatch, count):
         return composition.compose(a, b)
 
     monkeypatch.setattr(MODULE, "compose", compose)
-    every = [masks.local(1000, window=window, block=32) for window in (33, 9, 3)[:count]]
+    every = [masks.local(300, window=window, block=32) for window in (33, 9, 3)[:count]]
     assert layers_to_full_reach(every) == dense_layers(every)
-    identity = relation.of_walks([], 32, 1000)
+    identity = relation.of_walks([], 32, 300)
     assert seen and identity not in seen
 
 

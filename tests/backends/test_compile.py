@@ -289,7 +289,7 @@ def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, mess
     ("words", "message"),
     [
         (["--arithmetic", "foo"], "--arithmetic must be from bfloat16, float16, tf32, float32; got foo."),
-        (["--block", "100"], "--block must be one of 16, 32, 64, 128, 256; got 100."),
+        (["--block", "100"], "--block must be from 16, 32, 64, 128, 256; got 100."),
         (["--with", "gathered"], "--with gathered needs a --block of 16 or 32; got 128."),
         (["--with", "positions"], "--with positions needs --with dropout."),
         (["--with", "foo"], "--with must be from lengths, dropout, positions, split, gathered; got foo."),

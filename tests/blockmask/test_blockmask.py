@@ -150,6 +150,13 @@ def test_a_mask_has_no_truth_value():
             use()
 
 
+def test_masks_are_not_added_or_multiplied():
+    near = BlockMask.dense(32, block=16)
+    for use in (lambda: near + near, lambda: near * 0.5, lambda: sum([near, near]), lambda: torch.zeros(32, 32) + near):
+        with pytest.raises(TypeError, match=r"must not be added or multiplied: combine masks with &, \| and ~\.$"):
+            use()
+
+
 def test_equal_masks_are_one_key():
     assert len({window(), window(), BlockMask.from_dense(window().to_dense(), block=16)}) == 1
 

@@ -87,6 +87,7 @@ def test_a_predicate_runs_on_the_device_asked_for():
         lambda q, k: int(q) > 3,
         lambda q, k: math.sqrt(q) > k,
         lambda q, k: ([0] * 256)[q] == k,
+        lambda q, k: dict.fromkeys(range(256), 0)[q] == k,
         lambda q, k: np.arange(256)[int(k)] < q,
     ],
 )

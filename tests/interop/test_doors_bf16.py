@@ -26,7 +26,8 @@ from sparseflash.interop.flex_attention import create_block_mask, flex_attention
 from sparseflash.scaled_dot_product import sdpa
 from sparseflash.testing import draws_for
 from sparseflash.testing.comparison import compare_with_draws
-from tests.interop import test_flash_attn, test_natten, test_xformers
+from tests.interop import test_natten, test_xformers
+from tests.interop.flash_definitions import defined, live_scores, turned
 
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 B, H, HKV, N, D = 2, 4, 2, 300, 64
@@ -182,10 +183,7 @@ def rotary_defined(q, k, v, new_k, new_v):
     found = []
     for b, length in enumerate(LENGTHS.tolist()):
         at = torch.arange(length, length + 3)
-        own, fresh = (
-            test_flash_attn.turned(x[b], ANGLE.cos().to(x.dtype), ANGLE.sin().to(x.dtype), at, False)
-            for x in (q, new_k)
-        )
+        own, fresh = (turned(x[b], ANGLE.cos().to(x.dtype), ANGLE.sin().to(x.dtype), at, False) for x in (q, new_k))
         keys, values = torch.cat([k[b, :length], fresh])[None], torch.cat([v[b, :length], new_v[b]])[None]
         found.append(tokens_first(own[None], keys, values, distances(3, length + 3) >= 0)[0])
     return torch.cat(found)
@@ -454,7 +452,7 @@ def test_a_door_is_its_definition_in_bf16(name, device):
 def test_definitions_are_those_of_the_other_tests():
     q, k, v = (x.double() for x in DOORS["flash_attn_func"].drawn(0, torch.float64, "cpu"))
     out, lse = flash_defined(q, k, v)
-    live = test_flash_attn.live_scores(N, N, True, (90, 0))
-    want, want_lse = test_flash_attn.defined(q[1], k[1], v[1], live, softcap=5.0, slopes=SLOPES)
+    live = live_scores(N, N, True, (90, 0))
+    want, want_lse = defined(q[1], k[1], v[1], live, softcap=5.0, slopes=SLOPES)
     torch.testing.assert_close(out[1], want)
     torch.testing.assert_close(lse[1], want_lse)

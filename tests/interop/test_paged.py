@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash.interop import sglang, vllm
-from tests.interop.test_flash_attn import defined, live_scores
+from tests.interop.flash_definitions import defined, live_scores
 
 
 class Pool:

@@ -229,6 +229,22 @@ def test_tensors_with_entries_for_more_heads_are_read_as_indices_read_them(name)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", MORE)
+def test_a_result_that_is_kept_follows_its_tensors(name):
+    """As in a training loop: each step changes the learned tensor in place."""
+    shape, rule = MORE[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 20, 16, generator=generator) for _ in range(3))
+    x = (torch.rand(shape, generator=generator) + 1).requires_grad_()
+    kept = from_score_mod(rule(x), 20)
+    for _ in range(3):
+        found = [attention(q, k, v, scores=changes) for changes in (kept, from_score_mod(rule(x), 20))]
+        gradients = [torch.autograd.grad(out.square().sum(), x)[0] for out in found]
+        assert torch.equal(*found) and torch.equal(*gradients)
+        with torch.no_grad():
+            x += torch.rand(shape, generator=generator)
+
+
 def test_tensors_with_entries_for_fewer_heads_are_refused():
     q = torch.randn(2, 3, 20, 16)
     for x, rule, said in (

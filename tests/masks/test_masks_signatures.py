@@ -29,6 +29,9 @@ def test_more_by_position_is_an_error_that_names_the_keywords(name):
     with pytest.raises(TypeError, match=f"got {len(positional) + 1} by position") as error:
         build(*[64] * (len(positional) + 1))
     assert all(f"{each}=" in str(error.value) for each in named)
+    with pytest.raises(TypeError, match=r"by name \(.*; got block_size=\.$|by position; got block_size=\.$") as error:
+        build(*[64] * len(positional), block_size=64)
+    assert all(f"{each}=" in str(error.value) for each in named)
 
 
 def test_a_second_length_is_the_number_of_keys_in_every_family():

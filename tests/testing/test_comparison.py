@@ -381,6 +381,7 @@ def test_a_wrong_gradient_of_a_learned_tensor_is_found():
         (lambda q, k, v: q[:, :1], None, ValueError, r"must return out \[1, 2, 40, 24\], or out and lse; got \[1, 1,"),
         (lambda q, k, v: None, None, ValueError, r"must return out \[1, 2, 40, 24\], or out and lse; got NoneType"),
         (lambda q, k, v: (v, q), None, ValueError, r"must return lse \[1, 2, 40\] beside out; got \[1, 2, 40, 16\]"),
+        (masks.dense(40), None, TypeError, "function must be a function of q, k and v; got BlockMask"),
         (lambda q, k, v: (v, 3), None, ValueError, r"must return lse \[1, 2, 40\] beside out; got int"),
     ],
 )

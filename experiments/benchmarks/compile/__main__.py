@@ -54,33 +54,29 @@ def show(
     if "positions" in features and "dropout" not in features:
         raise typer.BadParameter("--with positions needs --with dropout.")
 
-    console = Console()
     columns = ("arch", "arithmetic", "kernel", "loads", "D", "registers", "spilled", "shared", "notes")
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    over = False
+    table, over = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)), False
     every = product(arch or [90], arithmetic or ["bfloat16"], dim or [64, 128], (True, False))
-    with console.status("compiling", spinner="line") as status:
-        for a, kind, d, descriptors in every:
-            if descriptors and (a < 90 or "gathered" in features):
-                continue
-            status.update(f"sm_{a} {kind} D={d} {'descriptors' if descriptors else 'pointers'}")
-            found = compile_all(a, kind, d, value_dim=value_dim, block=block, descriptors=descriptors, **features)
-            asked = {"arch": a, "arithmetic": kind, "dim": d, "value_dim": value_dim or d, "with": [*features]}
-            for r in found:
-                limit = architecture_of(divmod(a, 10)).shared_memory
-                over = over or r.shared > limit
-                if as_json:
-                    print(json.dumps(asked | asdict(r)), flush=True)
-                said = {
-                    f"over the limit of {limit}": r.shared > limit, "serialised wgmma": r.serialised,
-                    "two layouts at one address": r.two_layouts, "started by Triton's front": not r.direct,
-                }  # fmt: skip
-                numbers = map(str, (d, r.registers, r.spilled, r.shared))
-                loads = "descriptors" if r.descriptors else "pointers"
-                notes = ", ".join(note for note, holds in said.items() if holds)
-                table.add_row(f"sm_{a}", kind, r.kernel, loads, *numbers, notes)
+    for a, kind, d, descriptors in every:
+        if descriptors and (a < 90 or "gathered" in features):
+            continue
+        found = compile_all(a, kind, d, value_dim=value_dim, block=block, descriptors=descriptors, **features)
+        asked = {"arch": a, "arithmetic": kind, "dim": d, "value_dim": value_dim or d, "with": [*features]}
+        for r in found:
+            limit = architecture_of(divmod(a, 10)).shared_memory
+            over = over or r.shared > limit
+            if as_json:
+                print(json.dumps(asked | asdict(r)), flush=True)
+            said = {
+                f"over the limit of {limit}": r.shared > limit, "serialised wgmma": r.serialised,
+                "two layouts at one address": r.two_layouts, "started by Triton's front": not r.direct,
+            }  # fmt: skip
+            numbers = map(str, (d, r.registers, r.spilled, r.shared))
+            loads = "descriptors" if r.descriptors else "pointers"
+            notes = ", ".join(note for note, holds in said.items() if holds)
+            table.add_row(f"sm_{a}", kind, r.kernel, loads, *numbers, notes)
     if not as_json:
-        console.print(table)
+        Console().print(table)
     if over:
         raise typer.Exit(1)
 

@@ -29,17 +29,14 @@ Record = dict[str, Any]
 
 
 def read(paths: list[Path]) -> list[Record]:
-    rows = [row for path in paths for row in _rows(path)]
+    files = [file for path in paths for file in (sorted(path.glob("*.jsonl")) if path.is_dir() else [path])]
+    rows = [row for file in files for row in _rows(file)]
     if not rows:
         raise ValueError(f"found no record in {', '.join(map(str, paths))}; run the tests with SPARSEFLASH_EXACTNESS.")
     return [row | {"worst": max(row[name] for name in RESULTS if row[name] is not None)} for row in rows]
 
 
 def _rows(path: Path) -> Iterator[Record]:
-    if path.is_dir():
-        for file in sorted(path.glob("*.jsonl")):
-            yield from _rows(file)
-        return
     with reading(path, "records of an exactness run"):
         lines = path.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, 1):

@@ -54,8 +54,8 @@ def make_table(
 ) -> None:
     """Measure every pattern; print the table, write it into a Markdown file.
 
-    peers: the patterns for which FlexAttention's create_block_mask is measured, too, half a minute each: those named
-    without a comma (families), all that have a formula, or none.
+    peers: whether FlexAttention's create_block_mask is measured, too, half a minute each: for names without a comma
+    (families), for all that have a formula, or none.
     """
     patterns = select(only)
     chosen("--block", [block], BLOCKS)

@@ -32,7 +32,8 @@ def page(patterns: Sequence[Pattern], tokens: int, block: int) -> Figure:
     height = TOP + BOTTOM + sum(HEADER + row * -(-len(members) // COLUMNS) for _, members in groups)
     width = COLUMNS * SIDE
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-    figure.text(0.5, 1 - 20 / height, title(tokens, block), ha="center", va="center", fontsize=14)
+    title = f"{tokens:,} queries down, {tokens:,} keys to the right, in tiles of {block} x {block}"
+    figure.text(0.5, 1 - 20 / height, title, ha="center", va="center", fontsize=14)
     figure.legend(
         handles=[
             Patch(facecolor=hexadecimal(colour), edgecolor="#999999", label=text)
@@ -66,10 +67,6 @@ def page(patterns: Sequence[Pattern], tokens: int, block: int) -> Figure:
             )
             panel.set_xlabel(textwrap.fill(pattern.rule, LINE), fontsize=9, labelpad=5)
     return figure
-
-
-def title(tokens: int, block: int) -> str:
-    return f"{tokens:,} queries down, {tokens:,} keys to the right, in tiles of {block} x {block}"
 
 
 def save(figure: Figure, path: Path) -> Path:

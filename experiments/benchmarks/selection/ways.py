@@ -33,10 +33,7 @@ class Case:
 
     def attend(self) -> Tensor:
         q, k, v, _ = self.inputs.tensors
-        if self.shape.causal:
-            out: Tensor = self.layer.mix(self.x, q, k, v, self.place, None)
-        else:
-            out = self.layer.mix(self.x, q, k, v, self.place)
+        out: Tensor = self.layer.mix(self.x, q, k, v, self.place, *([None] if self.shape.causal else []))
         return out
 
     def attend_by_mask(self) -> Tensor:

@@ -98,8 +98,8 @@ def _part(folder: Path, name: str, dtype: str) -> Part:
 
 
 def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
-    """The tokens of a folder, stored or made from its text files in a hidden subfolder, or those of a packed store,
-    unpacked beside it.
+    """The tokens of a folder, stored or made from its text files in a hidden subfolder, or unpacked beside a packed
+    store.
 
     vocabulary: the maximum number of tokens; at most 257 means bytes. Tokens are made again if the texts have changed.
     """

@@ -96,7 +96,7 @@ class Choosing(nn.Module):
         return found
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention `[B, H, N, D]` of q, k and v; x `[B, N, W]`, from which the layer chooses."""
+        """Attention `[B, H, N, D]` of q, k and v; the layer chooses from x `[B, N, W]`."""
         pairs = self.layer.pairs
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
             frame = Frame(0, x.shape[1], x.device)

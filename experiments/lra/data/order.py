@@ -41,7 +41,7 @@ class Order:
         order = random.permutation(self.count)
         if self.sizes is None:
             return order
-        # Examples before `first` complete the previous epoch's last batch; those from `last` on begin the next one's
+        # Examples before `first` complete the previous epoch's last batch; examples from `last` on begin the next one's
         # first.
         first = -epoch * self.count % self.batch
         last = first + (self.count - first) // self.batch * self.batch

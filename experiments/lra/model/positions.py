@@ -95,7 +95,7 @@ class TreeRotation(nn.Module):
 
     @torch.no_grad()
     def begin(self, attention: SelfAttention) -> None:
-        """Initial weights by which the heads find arguments before training: equal parts of queries and keys."""
+        """Initial weights that let the heads find arguments before training: equal parts of queries and keys."""
         bias = attention.qkv.bias.view(3, self.by_index + self.by_operator, -1)
         bias[:2, self.by_index :] = 1.0
         for norm in (attention.q_norm, attention.k_norm):
@@ -113,7 +113,7 @@ class TreeRotation(nn.Module):
 
 
 def equality_rates(head_dim: int) -> Tensor:
-    """Radians a token, `[D / 2]`, of which no distance but 0 turns all angles nearly full circle: pi times the
+    """Radians a token, `[D / 2]`: no distance but 0 turns all angles nearly full circle: pi times the
     fractional parts of the square roots of the primes.
 
     >>> rates = equality_rates(64)

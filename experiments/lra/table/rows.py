@@ -1,4 +1,4 @@
-"""The arena's table from the stored measurements: what there is, and what is missing."""
+"""The arena's table from the stored measurements: figures, and what is missing."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def mega(task: str) -> float:
 
 
 def every(by_task: dict[str, list[Measurement]], weights: Mapping[str, str]) -> list[list[str]]:
-    """Of the older runs only those of a task's best setting. weights: links to shipped ones, by the figure's name."""
+    """The older runs are shown of a task's best setting only. weights: links to shipped ones, by the figure's name."""
     lines = [[
         "task", "setting", "mask", "right answers", "of each seed", "validation", "minutes", "steps", "parameters",
         "positions", "helps", "learned before", "commit", "weights",

@@ -39,8 +39,9 @@ def test_a_model_names_its_stored_figure_and_the_tables_name_its_folder():
         assert each.accuracy in map(pytest.approx, runs_of(stored[each.figure]))  # the seed that is shipped
         setting, way = each.figure.split("/")[3:]
         mask = str(stored[each.figure].settings.get("mask", way)).replace("|", "\\|")
-        (line,) = (line for line in table.splitlines() if f"(../../weights/{each.task})" in line)
-        assert f"| {setting} | {mask} |" in line
+        of_run, of_test = (line for line in table.splitlines() if f"(../../weights/{each.task})" in line)
+        assert f"| {setting} | {mask} |" in of_run
+        assert f"| {setting} | {each.accuracy:.1f} |" in of_test
         assert f"({each.task})" in page and each.figure in page
 
 
