@@ -56,7 +56,7 @@ def spans(
     until = np.full((row_blocks, 1), k_len) if limits is None else limits
     is_row = np.zeros((row_blocks, block_q), dtype=np.bool_) if rows is None else of_rows(rows, clamped=False)
     empty = stops <= starts
-    if rows is not None:  # where all queries of a block row are marked, each sees one longer run
+    if is_row.any():  # where all queries of a block row are marked, each sees one longer run
         longer = (is_row & (empty | (starts <= until))).all(1)[:, None]
         stops = np.where(longer, np.maximum(np.where(empty, 0, stops), until), stops)
         starts, empty, is_row = np.where(longer, 0, starts), empty & ~longer, is_row & ~longer
@@ -95,7 +95,7 @@ def spans(
         ranges_of[1, :, 0] = col_blocks - 1 + np.where(no_run, end, np.minimum(marked.searchsorted(first), end))
         ranges_of[0, :, 2] = col_blocks + np.where(no_run, end, marked.searchsorted(last, side="right"))
         ranges_of[1, :, 2] = col_blocks - 1 + end
-        # A marked query sees all block columns.
+    if len(busy):  # a marked query sees all block columns
         ranges_of[0, busy, 0], ranges_of[1, busy, 0] = 0, np.where(no_run, reach, np.minimum(first - 1, reach))[busy]
         ranges_of[0, busy, 2], ranges_of[1, busy, 2] = np.where(no_run, reach, last)[busy] + 1, reach[busy]
     counts = np.maximum(ranges_of[1] - ranges_of[0] + 1, 0)
@@ -113,17 +113,19 @@ def spans(
     most = stops.min(1)
     r, c = cut_columns(first, last, first_full, np.where(most == k_len, col_blocks, most // block_k) - 1)
     cut = [(r, c, begin[r, 1] + c)]
-    for part in (0, 2) if of_key is not None else ():
-        alike = np.minimum((marked + 1) * block_k, k_len).searchsorted(whole, side="right")
-        last_at = ranges_of[1, :, part].copy()
-        last_at[busy] = -1
-        r, c = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
-        cut.append((r, marked[c - col_blocks], begin[r, part] + c))
-        number, c = columns_between(*ranges_of[:, busy, part])
-        r = busy[number]
-        kind[begin[r, part] + c] = number + 1 + len(marked)
-        own = has_cols[c] | (whole[r] < np.minimum((c + 1) * block_k, k_len))
-        cut.append((r[own], c[own], (begin[r, part] + c)[own]))
+    alike = np.minimum((marked + 1) * block_k, k_len).searchsorted(whole, side="right")
+    for part in (0, 2):
+        if len(marked):
+            last_at = ranges_of[1, :, part].copy()
+            last_at[busy] = -1
+            r, c = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
+            cut.append((r, marked[c - col_blocks], begin[r, part] + c))
+        if len(busy):
+            number, c = columns_between(*ranges_of[:, busy, part])
+            r = busy[number]
+            kind[begin[r, part] + c] = number + 1 + len(marked)
+            own = has_cols[c] | (whole[r] < np.minimum((c + 1) * block_k, k_len))
+            cut.append((r[own], c[own], (begin[r, part] + c)[own]))
 
     # In a window or a chunk, the runs of many block rows have the same position relative to the tiles: block rows of
     # equal profile hold the same bits at the same distance, so bits are made once for each combination.
