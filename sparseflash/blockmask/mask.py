@@ -103,6 +103,7 @@ class BlockMask:
     __xor__ = algebra.__xor__
     __sub__ = algebra.__sub__
     __invert__ = algebra.__invert__
+    __add__ = __radd__ = __mul__ = __rmul__ = algebra.__add__
 
     reblock = moves.reblock
     crop = moves.crop
@@ -313,11 +314,6 @@ class BlockMask:
 
     def __len__(self) -> NoReturn:
         refuse("len")
-
-    def __add__(self, other: object) -> NoReturn:
-        refuse("sum")
-
-    __radd__ = __mul__ = __rmul__ = __add__
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
         # Without this, NumPy would make an object array that holds the mask.

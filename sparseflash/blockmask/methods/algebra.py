@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.remedies import refuse
 from sparseflash.blockmask.threads import on_one_thread
 
 if TYPE_CHECKING:
@@ -104,3 +105,9 @@ def __invert__(mask: BlockMask) -> BlockMask:
     from sparseflash.blockmask.ops.boolean import complement
 
     return complement(mask.canonical())
+
+
+@method
+def __add__(mask: BlockMask, other: object) -> NoReturn:
+    """Raises TypeError: masks are combined with &, | and ~."""
+    refuse("sum")
