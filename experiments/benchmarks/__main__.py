@@ -28,8 +28,13 @@ def main() -> None:
         from experiments.benchmarks.harness import table
         from experiments.measurements import read
 
+        if not sys.argv[2:]:
+            sys.exit("show needs the .jsonl file of a run, or several")
         for file in sys.argv[2:]:
-            run, measurements = read(file)
+            try:
+                run, measurements = read(file)
+            except (OSError, ValueError) as error:
+                sys.exit(f"show must be given .jsonl files of runs; got {file}: {error}")
             print(f"{table.about(run)}\n\n{table.markdown(measurements)}\n")
     elif name in names():
         del sys.argv[1]

@@ -227,7 +227,8 @@ def models_command() -> None:
         for each in shipped():
             console.print(f"{each.task}, {each.bytes:,} bytes, {each.accuracy:.2f} %: {each.figure}", soft_wrap=True)
             console.print(f"    {each.command}", markup=False, highlight=False, soft_wrap=True)
-        console.print("Models for Path-X and Path-256 are beside them: python -m experiments.pathx evaluate MODEL")
+        console.print("Models for Path-X and Path-256 are beside them:")
+        console.print("    python -m experiments.pathx evaluate experiments/weights/path-x", soft_wrap=True)
 
 
 @app.command("generate")

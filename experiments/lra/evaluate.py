@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import sqrt
@@ -46,7 +47,7 @@ def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[C
     if config.mask not in NAMES and config.mask != mask:
         raise ValueError(
             f"{path} must be allowed to run code: its settings name the function {config.mask!r}, which makes its "
-            f"mask. If you trust it, pass --mask {config.mask}"
+            f"mask. If you trust it, pass --mask {shlex.quote(config.mask)}"
         )
     if device.type == "cpu":
         config = replace(config, precision="fp32")

@@ -24,7 +24,7 @@ def call(*words):
 
 
 def test_the_weights_are_small_and_nothing_else_lies_beside_them():
-    files = [path for path in FOLDER.rglob("*") if path.is_file() and "tests" not in path.parts]
+    files = [path for path in FOLDER.rglob("*") if path.is_file() and path.parent.name != "tests"]
     assert {path.name for path in files} == {"README.md", "model.safetensors", "model.json"}
     assert sum(path.stat().st_size for path in files) < MOST_BYTES
     assert [path for path in files if path.stat().st_size > LARGEST] == []
@@ -74,6 +74,12 @@ def test_whoever_has_no_data_is_told_where_they_are():
         result = call(MODELS[task].folder)
         assert result.exit_code == 2
         assert f"the task {task} needs --data, its files: " in result.output and place in result.output
+
+
+def test_the_mask_that_runs_code_is_named_as_a_shell_takes_it():
+    model = MODELS["listops"]
+    result = call(model.folder)
+    assert result.exit_code == 2 and model.command.partition(" --mask ")[2] in result.output
 
 
 def expressions(place):

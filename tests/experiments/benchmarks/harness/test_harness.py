@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -192,3 +193,19 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     assert "calls, compile, decode" in listed.stdout
     refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
     assert refused.returncode == 1 and "the benchmark must be from calls, compile" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "show needs the .jsonl file of a run"),
+        (["missing.jsonl"], "show must be given .jsonl files of runs; got missing.jsonl: "),
+        (["other.jsonl"], "show must be given .jsonl files of runs; got other.jsonl: the first line of other.jsonl"),
+    ],
+)
+def test_show_refuses_what_is_no_run(given, said, monkeypatch, tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"name": "a"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "show", *given])
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        command.main()
