@@ -1,14 +1,18 @@
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from experiments.lra import arena, cli
+from experiments.lra.config import as_dict
 from experiments.lra.presets import PRESETS
 from experiments.lra.session import Session
+from experiments.lra.table.accuracy import helps
 from experiments.lra.tasks import load
+from experiments.lra.train import check
 from experiments.measurements import read
 from experiments.training.distributed import SINGLE
 from experiments.training.trainer import never
@@ -81,6 +85,21 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
 
 def line_of(output, task, mask):
     return next(line for line in output.splitlines() if line.startswith(f"| {task} | {mask} |"))
+
+
+def test_the_best_preset_names_its_helps(tmp_path):
+    found = {}
+    for task in PRESETS["best"]:
+        (row,) = arena.rows_of("best", [task], ["butterfly"], {}, tmp_path)
+        check(replace(row.config, device="cpu", compiled=False))
+        found[task] = helps(as_dict(row.config))
+    assert found["image"] == (
+        "mirrored and moved, squares of other images, brightness as a number, convolutions of 3 x 3 pixels, "
+        "smoothed labels, averaged weights"
+    )
+    assert found["text"] == "convolutions of 7 tokens, averaged weights"
+    assert found["listops"].startswith("brackets counted, each argument's operator, values of expressions in training")
+    assert found["pathfinder32"].startswith("turned (square), pixel labels in training, convolutions of 3 x 3 pixels")
 
 
 def test_there_is_nothing_to_record_without_runs(tmp_path):

@@ -32,6 +32,12 @@ def test_a_rule_says_which_scores_of_partial_tiles_are_live(kind: str, block: in
     assert live.sum() == found.kept and live.any(1).all()
 
 
+@pytest.mark.parametrize(("kind", "reach"), [("window64", 64), ("window256", 256)])
+def test_windows_have_the_reach_of_their_names(kind: str, reach: int) -> None:
+    idx = torch.arange(640)
+    assert torch.equal(block_mask(kind, 640, 128).to_dense()[0, 0], (idx[:, None] - idx).abs() <= reach)
+
+
 def test_useful_flops_count_kept_scores_only() -> None:
     case = Case("x", "causal", 2, 3, 256, 64)
     kept = pattern(case).kept

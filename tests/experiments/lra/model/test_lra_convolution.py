@@ -20,6 +20,12 @@ def drawn(layer):
     return layer
 
 
+def test_a_sequence_is_convolved_as_by_pytorch():
+    layer = drawn(DepthwiseConvolution(6, 7).double())
+    x = torch.randn(2, 20, 6, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), x + F.conv1d(x.mT, layer.weight.T[:, None], padding=3, groups=6).mT)
+
+
 @pytest.mark.parametrize("size", [3, 5])
 def test_an_image_is_convolved_in_two_dimensions_as_by_pytorch(size):
     layer = drawn(DepthwiseConvolution(6, size, side=8).double())
