@@ -27,6 +27,12 @@ def test_pip_takes_the_oldest_and_refuses_no_newer_one():
     assert bounds == {"torch": f">={oldest.torch[0]}", "triton": f">={named((oldest.triton,))}"}
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/pages/faq.md", "docs/pages/tutorial.md"])
+def test_a_page_first_says_the_oldest_pytorch(page):
+    said_first = re.search(r"PyTorch (?:from )?(\d\.\d+)", (ROOT / page).read_text())[1]
+    assert said_first == MEASURED[0].torch[0]
+
+
 def test_the_versions_of_the_tests_are_measured_ones():
     pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     assert pinned in [torch for each in MEASURED for torch in each.torch]
