@@ -15,7 +15,7 @@ from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
-QUICK_MINUTES = 2.7  # a case ends within three minutes
+QUICK_MINUTES = 3.0  # in which the last case ends
 
 
 def _sized(case: Case, length: int | None, block: int | None, device: torch.device) -> Case:
