@@ -79,7 +79,7 @@ def test_whoever_has_no_data_is_told_where_they_are():
 def test_the_mask_that_runs_code_is_named_as_a_shell_takes_it():
     model = MODELS["listops"]
     result = call(model.folder)
-    assert result.exit_code == 2 and model.command.partition(" --mask ")[2] in result.output
+    assert result.exit_code == 2 and f"pass{model.command[model.command.index(' --mask ') :]}" in result.output
 
 
 def expressions(place):
