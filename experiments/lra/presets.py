@@ -100,7 +100,7 @@ _RULES_TASKS: dict[str, Settings] = {
     "pathfinder128": {**_SQUARE, "width": 128, "mlp": 256, "heads": 2, "batch": 16, "block": 128, "window": 1024},
 }
 
-# The most that a few minutes of one GPU give. Helps stand in the table.
+# The highest accuracy within a few minutes of one GPU. The table lists the extra help.
 _BEST: Settings = {**_RULES, "convolution": 7, "average": 0.998, "warmup": 500}
 _BEST_SQUARE: Settings = {**_BEST, "positions": "rotary2d", "convolution": 3, "block": 64, "window": 256}
 _BEST_PATHS: Settings = {

@@ -67,7 +67,7 @@ def cut_columns(
 ) -> tuple[Integers, Integers]:
     """`(rows, cols)` of the tiles `first[i] <= j <= last[i]` but the full ones, `first_full[i] <= j <= last_full[i]`.
 
-    Tiles can number millions, most of them full, and only the others have to be looked at.
+    There can be millions of tiles, most of them full; only the others need to be examined.
     """
     some_full = first_full <= last_full
     before = np.where(some_full, np.minimum(first_full - 1, last), last)
