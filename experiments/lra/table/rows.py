@@ -40,11 +40,11 @@ arena's rules, without this extra help; our figures are mostly one run each. The
 of ListOps alone, where the model is told how the expression is nested and is trained on the value of every nested
 expression.
 
-What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; where it has no
-figure, no model has been trained on it. Images are from JPEG, quality 75. The data of ListOps, Pathfinder-32 and Path-X
-come from rewritten generators with the arena's parameters. The models of `best` also contain convolutions, and for
-images no convolutional network was trained for comparison. Settings were changed after test results of earlier settings
-were known. The extra help differs from row to row, so two rows compare two masks only if all else in them is equal. In
+What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; where it has no sparse
+figure, no transformer has been trained on it. Images are from JPEG, quality 75. ListOps, Pathfinder-32 and Path-X come
+from rewritten generators with the arena's parameters. The models of `best` also contain convolutions, and for images no
+convolutional network was trained for comparison. Settings were changed after test results of earlier settings were
+known. The extra help differs from row to row, so two rows compare two masks only if all else in them is equal. In
 Path-X, `block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage, about 0.8 million
 different ones; [the table of Path-X](../pathx/table.md) has the settings of its other rows. Further runs of 24 November
 are in accuracies.jsonl and runs.jsonl.
