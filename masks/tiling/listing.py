@@ -87,7 +87,7 @@ def rows_of(first: Integers, last: Integers) -> tuple[Integers, Numbers]:
 
 
 def starts_of(counts: Integers) -> Integers:
-    """Where each row of a list begins, and the end of the last: `indptr` of the numbers of tiles of the rows."""
+    """`indptr` from the number of tiles in each row: where each row begins, and where the last one ends."""
     made = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=made[1:])
     check_count("tiles of a mask", int(made[-1]), remedy="Use larger blocks.")

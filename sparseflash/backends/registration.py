@@ -298,6 +298,6 @@ def empty_kept(q: Tensor) -> Tensor:
     """
     if q.dtype != torch.float32:
         return q.new_empty((0,))
-    # Both halves begin at addresses that 16 divides, whatever the sizes: kernels are compiled for such addresses.
+    # For all sizes both halves are 16-byte aligned, as the compiled kernels expect.
     batch, heads, rows, _ = q.shape
     return q.new_empty((2, -(-batch * heads * rows // 4) * 4))

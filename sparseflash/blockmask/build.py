@@ -136,8 +136,8 @@ def _canonical(
     Lists can have millions of tiles. They are read twice, in portions, and no other list of that length is made.
     """
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    # A tile at an end loses the scores past it: there it is of another kind. Few kinds are distinct, and each is
-    # computed once. Full tiles that no end cuts, the most frequent kind, are left out.
+    # A tile that is cut at the end of the sequence is of a kind of its own. Few kinds are distinct, and each is
+    # computed once. Full tiles that are not cut, the most frequent kind, are left out.
     span = kinds + 1
     check_count("kinds of tiles", 4, span, remedy=_REMEDY)
     if q_len % block_q:

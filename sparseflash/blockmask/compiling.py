@@ -58,8 +58,8 @@ def clear() -> None:
 
 
 def is_faking() -> bool:
-    """Whether new tensors are fake, without contents, under `FakeTensorMode`, which torch.export uses; or recorded, and
-    contents may not be read, under `make_fx`.
+    """Whether new tensors are fake, without contents (`FakeTensorMode`, which torch.export uses), or are recorded, so
+    that their contents may not be read (`make_fx`).
     """
     mode = torch._C._get_dispatch_mode
     return not torch.compiler.is_dynamo_compiling() and (mode(_FAKE) is not None or mode(_PROXY) is not None)
@@ -71,7 +71,7 @@ def is_transforming() -> bool:
 
 
 def contents_when_faking() -> AbstractContextManager[Any]:
-    """Inside it new tensors have contents, also where `is_faking` and `is_transforming`."""
+    """A context in which new tensors have contents, even if `is_faking` or `is_transforming`."""
     if is_faking():
         return _disable_current_modes()
     return temporarily_clear_interpreter_stack() if is_transforming() else nullcontext()
