@@ -66,8 +66,8 @@ def dilated_grid(
     group = (places % places.new_tensor(steps) * places.new_tensor(strides(steps))).sum(1).to(torch.int32)
     queries, query = bitmask.deduplicate(cut(group, block_q)[:, :, None])
     keys, key = bitmask.deduplicate(cut(group, block_k)[:, :, None])
-    # Blocks with the same sequence of groups are alike, and see one another if they share a group. Block rows with the
-    # same one have the same tiles.
+    # Blocks with the same sequence of groups are alike, and see one another if they share a group. Block rows with
+    # equal sequences have the same tiles.
     meet = incidence(queries[:, :, 0], groups) @ incidence(keys[:, :, 0], groups).T
     alike, cols = entries(meet @ incidence(key[:, None], len(keys)).T)
     pairs, number = distinct(alike * len(keys) + key[cols])

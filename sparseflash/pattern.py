@@ -61,7 +61,7 @@ def made_for(pattern: Pattern | None, rule: bool, q_len: int, k_len: int, block:
 
 
 def of_lengths(returned: Any, q_len: int, k_len: int) -> BlockMask:
-    """What a pattern has returned for these lengths, checked and on the CPU."""
+    """The mask that a pattern returned for these lengths, checked and moved to the CPU."""
     mask = checked_mask(returned).to("cpu")
     if (mask.q_len, mask.k_len) != (q_len, k_len):
         raise ValueError(

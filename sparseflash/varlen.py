@@ -313,12 +313,12 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
 def _asked_for(
     pattern: Pattern, lengths: list[int]
 ) -> tuple[partial[BlockMask] | None, dict[tuple[int, int], BlockMask]]:
-    """The one call of a nested family that a function makes for each length, or else its masks."""
+    """The call of a nested family, if the function makes the same one for each length; otherwise the masks."""
     with recorded(_RECORDED) as calls:
         masks = {(length, length): pattern(length) for length in lengths}
         found = _one_call([calls.get(id(mask)) for mask in masks.values()], lengths)
         if found is not None:
-            masks.clear()  # those that nobody holds are not made
+            masks.clear()  # masks that the function did not keep are never computed
             return found, masks
     return None, {size: of_lengths(mask, *size) for size, mask in masks.items()}
 
@@ -333,10 +333,10 @@ def _one_call(calls: list[Call | None], lengths: list[int]) -> partial[BlockMask
 
 
 def _longest_of(sizes: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:
-    """The length whose mask begins with the mask of each length, for a pattern whose masks are nested.
+    """For each length the length of the mask that it is cut from, for a pattern whose masks are nested.
 
-    A few times as long at most, so that few of its tiles are left out, unless it is short and has few parts. Different
-    numbers of queries and keys have a mask of their own, because it begins at other positions.
+    That mask is at most a few times as long, so that few of its tiles are cut off, unless it is short and has few
+    parts. Different numbers of queries and keys have a mask of their own, because it begins at other positions.
     """
     least = 10 if len(sizes) <= 128 else 0  # below 1,024 tokens
     longest: dict[int, int] = {}

@@ -122,7 +122,7 @@ def noise(each: Ratio) -> float | None:
 
 
 def verdict(each: Ratio) -> str:
-    """The only rule for pages that say who is faster, from the ratio and the noise as they are printed.
+    """The one rule by which pages say which library is faster, from the ratio and the noise as printed.
 
     "faster" (bold) if the ratio minus its noise is above 1, "slower" if their sum is below 1, else "as fast".
 

@@ -293,7 +293,7 @@ def compare_command(
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
     record: Record = None,
 ) -> None:
-    """Train runs with different attention, one after the other, and compare their losses after equal minutes, after
+    """Train runs with different attention, one after the other. Compare their losses after equal minutes, after
     equal tokens, and by position in the context.
 
     The same command resumes a paused comparison and keeps complete runs.

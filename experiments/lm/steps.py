@@ -70,7 +70,7 @@ def size_of(tokens: Tensor) -> BatchSize:
 
 
 class AccumulatingSteps(Steps[Batch, Tensor]):
-    """Gradients are the mean over the parts.
+    """Steps whose gradients are the mean over the parts of a batch.
 
     Processes exchange gradients once, after the last part.
 
@@ -104,7 +104,7 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
             self.full_parts = GraphSteps(model, optimizer, of_part, device, inputs, pool)
 
     def _prepare(self, batch: Batch) -> None:
-        """Only gradients change, and the next step replaces them."""
+        """Runs a step that leaves no trace: it changes only gradients, and the next step replaces them."""
         self.gradients(batch)
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -102,7 +102,7 @@ def in_order(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[tuple[Config
 
 def table(out: Path) -> list[list[str]]:
     lines = [[
-        "task", "mask", "of each seed", "mean", "validation", "positions", "helps", "learned before", "minutes",
+        "task", "mask", "each seed", "mean", "validation", "positions", "extra help", "trained before", "minutes",
         "steps", "parameters", "best rule",
     ]]  # fmt: skip
     for each in collect(out):

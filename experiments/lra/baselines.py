@@ -20,9 +20,9 @@ class Baseline:
 
 
 def baselines(data: Data) -> list[Baseline]:
-    """The majority class; for ListOps the best answer given the root operator (the first token); for generated
-    Pathfinder the best given the dots and the dashes below them; and models without attention with stored accuracies on
-    these splits.
+    """The majority class; in ListOps the best answer given the root operator (the first token); in generated Pathfinder
+    the best answer given the dots and the dashes below them; and the models without attention that have stored
+    accuracies on these splits.
     """
     found = [majority(data)]
     if data.task.name == "listops":

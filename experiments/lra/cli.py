@@ -210,7 +210,7 @@ def store_command(
     bits: Annotated[int, typer.Option(help="16: half precision; 8: matrices in whole numbers, a scale a row.")] = 16,
     figure: Annotated[
         str | None,
-        typer.Option(help="Name of the run's stored accuracy, for the file to say.", show_default="none"),
+        typer.Option(help="Name of the run's stored accuracy, to be written into the file.", show_default="none"),
     ] = None,
 ) -> None:
     """Write a run's weights in half precision or in 8 bits, to be kept beside its accuracy; `test` reads them."""

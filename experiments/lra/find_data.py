@@ -23,7 +23,7 @@ def generated(settings: Settings, parent: Path, console: Console, workers: int |
 
 
 def find_data(config: Config, folder: Path | None, console: Console) -> Data:
-    """Nothing is generated into a user's folder: who wants the released files must not receive others."""
+    """Generates nothing into a user's folder, because a user who wants the released files must not receive others."""
     if folder is None and config.task != "listops":
-        raise ValueError(f"the task {config.task} needs --data, its files: {advice(config.task)}")
+        raise ValueError(f"the task {config.task} needs --data, the folder of its files: {advice(config.task)}")
     return load(config.task, generated(config.generator, DATA, console) if folder is None else folder, config.data)

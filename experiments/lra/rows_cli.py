@@ -129,7 +129,7 @@ def record_command(
     record: Annotated[Path, typer.Option(help="File of measurements to write.")],
     commit: Annotated[str, typer.Option(help="The runs' commit.")],
 ) -> None:
-    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and helps."""
+    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and extra help."""
     with short_errors():
         require_single_process("record")
         write_record(record, run_of_runs(runs, commit), of_accuracies(collect(runs)))

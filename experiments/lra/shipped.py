@@ -1,4 +1,4 @@
-"""The models of the arena that the repository ships: a folder each in `experiments/weights`, for a stored figure."""
+"""The stored models for the arena's tasks, one folder of `experiments/weights` each, with their stored accuracies."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Shipped:
 
     @property
     def command(self) -> str:
-        """What tests it; where files of the task are needed, DATA stands for them."""
+        """The command that tests the model. DATA stands for the task's files, if the test needs any."""
         words = ["python", "-m", "experiments.lra", "test", self.folder.relative_to(FOLDER.parents[1]).as_posix()]
         words += [] if self.task == "listops" else ["--data", "DATA"]
         return shlex.join(words + ([] if self.mask in NAMES else ["--mask", self.mask]))
 
 
 def shipped(folder: Path = FOLDER) -> list[Shipped]:
-    """In the order of their folders. Other models, such as those of Path-X, are not the arena's."""
+    """The models in the order of their folders, without the models for Path-X and Path-256."""
     found = []
     for path in sorted(folder.glob("*/model.safetensors")):
         if not path.with_suffix(".json").is_file():  # beside those of experiments.pathx

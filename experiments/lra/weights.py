@@ -56,9 +56,9 @@ def save(
 
 
 def store(path: Path, folder: Path, bits: int = 16, figure: str | None = None) -> Path:
-    """Weights to be kept: rounded to fp16, half the bytes, or in 8 bits. Raises ValueError for other files.
+    """Stores weights rounded to fp16, half the bytes, or to 8 bits. Raises ValueError for other files.
 
-    figure: the name of the run's stored accuracy, for the file to say.
+    figure: the name of the run's stored accuracy, to be written into the file.
     """
     if bits not in (8, 16):
         raise ValueError(f"bits must be 8 or 16; got {bits}")

@@ -50,7 +50,7 @@ def kind_of(name: str) -> str | None:
 
 
 def curves(folder: Path, *others: Path) -> list[Curve]:
-    """Of the runs of a folder; others: folders with results of these runs, too."""
+    """The curves of a folder's runs. others: more folders with results of these runs."""
     path = folder / "curves.jsonl"
     notes = {name: note for place in (folder, *others) for name, note in found_below(place)}
     with reading(path, "the curves of stored runs"):

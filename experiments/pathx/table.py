@@ -48,7 +48,7 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The runs with results by name. Shipped weights name their run; `shipped` is their folder."""
+    """The names and notes of runs with results. Stored weights name their run; `shipped` is the folder of weights."""
     found = []
     for path in sorted(folder.rglob("*.json")):
         with reading(path, "JSON, as all such files where models lie"):

@@ -67,7 +67,7 @@ def cut_columns(
 ) -> tuple[Integers, Integers]:
     """`(rows, cols)` of the tiles `first[i] <= j <= last[i]` but the full ones, `first_full[i] <= j <= last_full[i]`.
 
-    Tiles can number millions, most of them full, and only the others have to be looked at.
+    There can be millions of tiles, most of them full; only the others need to be examined.
     """
     some_full = first_full <= last_full
     before = np.where(some_full, np.minimum(first_full - 1, last), last)
@@ -87,7 +87,7 @@ def rows_of(first: Integers, last: Integers) -> tuple[Integers, Numbers]:
 
 
 def starts_of(counts: Integers) -> Integers:
-    """Where each row of a list begins, and the end of the last: `indptr` of the numbers of tiles of the rows."""
+    """`indptr` from the number of tiles in each row: where each row begins, and where the last one ends."""
     made = np.zeros(len(counts) + 1, dtype=np.int64)
     counts.cumsum(out=made[1:])
     check_count("tiles of a mask", int(made[-1]), remedy="Use larger blocks.")

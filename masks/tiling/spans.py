@@ -65,8 +65,8 @@ def spans(
     no_run = last < first
     first, last = np.where(no_run, 0, first), np.where(no_run, -1, last)
 
-    # A block row has tiles before its run, in the run and behind it: three ranges of places in `columns`, which are all
-    # block columns and then the marked ones.
+    # A block row has tiles before its run, in the run and behind it: three ranges of `columns`, which lists all block
+    # columns and then the marked ones.
     columns = np.arange(col_blocks, dtype=np.int32)
     ranges_of = np.zeros((2, row_blocks, 3), dtype=np.int64)  # first and last
     ranges_of[1] = -1
@@ -107,8 +107,8 @@ def spans(
         if len(marked):
             kind[places] = np.maximum(at - (col_blocks - 1), 0)
 
-    # The other tiles are made: in a run those at its ends; outside of it those past the first limit of a block row,
-    # and marked keys of marked queries.
+    # The words of all other tiles are computed: in a run, the tiles at its ends; outside of it, the tiles past the
+    # first limit of a block row, and the tiles in which marked queries see marked keys.
     first_full = (starts.max(1) + (block_k - 1)) // block_k
     most = stops.min(1)
     r, c = cut_columns(first, last, first_full, np.where(most == k_len, col_blocks, most // block_k) - 1)

@@ -252,7 +252,7 @@ def register(
 
 
 def call(name: str, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What an operator of the backend `name` returns. Refuses arguments with tangents."""
+    """Calls an operator of the backend `name`. Refuses arguments with tangents."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return operator(*arguments)
     refuse_tangents(name, *(x for x in tree_leaves(arguments) if isinstance(x, Tensor)))
@@ -293,11 +293,11 @@ def empty_lse(q: Tensor) -> Tensor:
 
 
 def empty_kept(q: Tensor) -> Tensor:
-    """An uninitialised tensor `[2, N]` for maxima and inverse sums of rows, N >= B * Hq * Nq; in half precision an
-    empty one.
+    """An uninitialised tensor `[2, N]` for maxima and inverse sums of rows, N >= B * Hq * Nq. In half precision it is
+    empty.
     """
     if q.dtype != torch.float32:
         return q.new_empty((0,))
-    # Both halves begin at addresses that 16 divides, whatever the sizes: kernels are compiled for such addresses.
+    # For all sizes both halves are 16-byte aligned, as the compiled kernels expect.
     batch, heads, rows, _ = q.shape
     return q.new_empty((2, -(-batch * heads * rows // 4) * 4))

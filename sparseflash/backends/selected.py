@@ -49,8 +49,8 @@ def called(operator: Any, *arguments: Any) -> Any:
 
 
 class Gradients:
-    """Autograd's formula of an operator of `q, k, v` and four more arguments that returns `out, lse` and what its
-    backward takes after them; v may be None.
+    """The autograd formula of an operator that takes `q, k, v` and four more arguments; v may be None. The operator
+    returns `out, lse` and further tensors for its backward.
     """
 
     def __init__(self, operator: str, numbers: int) -> None:

@@ -115,7 +115,7 @@ def arrays_of_rows(
     q_len: int, k_len: int, block_q: int, block_k: int, indptr: Integers, cols: Numbers, kind: Numbers, kinds: int,
     words_of: Callable[[Integers], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same of one pattern, whose tiles are listed row by row.
+    """The same arrays for a single pattern, whose tiles are listed row by row.
 
     The tiles of block row i are at `cols[indptr[i] : indptr[i + 1]]`, ascending. `kind`: 0 for a full tile; the scores
     of a tile of kind t, at most `kinds`, are `words_of([t - 1])`, int32 `[1, block_q, W]`, and may be all, none, or
@@ -133,11 +133,11 @@ def _canonical(
 ) -> tuple[Integers, Numbers, Numbers, Tensor]:  # fmt: skip
     """Trims the tiles at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`.
 
-    Lists of millions are read in portions, twice, and no other list of their length is made.
+    Lists can have millions of tiles. They are read twice, in portions, and no other list of that length is made.
     """
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    # A tile at an end loses the scores past it: there it is of another kind. Few kinds are distinct, and each is
-    # computed once. Full tiles that no end cuts, the most frequent kind, are left out.
+    # A tile that is cut at the end of the sequence is of a kind of its own. Few kinds are distinct, and each is
+    # computed once. Full tiles that are not cut, the most frequent kind, are left out.
     span = kinds + 1
     check_count("kinds of tiles", 4, span, remedy=_REMEDY)
     if q_len % block_q:

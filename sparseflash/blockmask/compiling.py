@@ -58,8 +58,8 @@ def clear() -> None:
 
 
 def is_faking() -> bool:
-    """Whether new tensors are fake, without contents, under `FakeTensorMode`, which torch.export uses; or recorded, and
-    contents may not be read, under `make_fx`.
+    """Whether new tensors are fake, without contents (`FakeTensorMode`, which torch.export uses), or are recorded, so
+    that their contents may not be read (`make_fx`).
     """
     mode = torch._C._get_dispatch_mode
     return not torch.compiler.is_dynamo_compiling() and (mode(_FAKE) is not None or mode(_PROXY) is not None)
@@ -71,7 +71,7 @@ def is_transforming() -> bool:
 
 
 def contents_when_faking() -> AbstractContextManager[Any]:
-    """Inside it new tensors have contents, also where `is_faking` and `is_transforming`."""
+    """A context in which new tensors have contents, even if `is_faking` or `is_transforming`."""
     if is_faking():
         return _disable_current_modes()
     return temporarily_clear_interpreter_stack() if is_transforming() else nullcontext()
@@ -124,7 +124,7 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
-    """Raises TypeError if any tensor, or any of a mask, is fake or recorded."""
+    """Raises TypeError if any tensor, alone or in a mask, is fake or recorded."""
     recording = torch._C._get_dispatch_mode(_PROXY)
 
     def is_recorded(x: Tensor) -> bool:
@@ -134,9 +134,9 @@ def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
 
     if any(isinstance(x, FakeTensor) or is_recorded(x) for x in _tensors_of(arguments)):
         raise TypeError(
-            f"{build.__qualname__} must be given contents; got a fake tensor, of torch.export or FakeTensorMode, "
-            "one that make_fx records, or a mask of such. Inside, the mask is a constant of the exported program: "
-            "build it outside. Masks chosen from data (top_k_blocks and others) and with_lengths, called last, follow "
+            f"{build.__qualname__} must be given contents; got a fake tensor (of torch.export or FakeTensorMode), "
+            "a tensor that make_fx records, or a mask of them. In an exported program a mask is a constant: build it "
+            "outside. Masks chosen from data (top_k_blocks and others) and with_lengths, called last, follow "
             "their inputs."
         )
 
@@ -152,8 +152,8 @@ def _untransformed(build: Callable[..., Any], value: Any) -> Any:
     while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
         if is_batchedtensor(value):
             raise TypeError(
-                f"{build.__qualname__} must be given tensors that torch.vmap does not map, and masks of such: one mask "
-                "serves the whole batch. Build the masks outside and combine them with masks.per_batch."
+                f"{build.__qualname__} must be given tensors that torch.vmap does not map, and masks of them: one "
+                "mask serves the whole batch. Build the masks outside and combine them with masks.per_batch."
             )
         if is_functionaltensor(value):
             torch._sync(value)  # type: ignore[attr-defined, no-untyped-call]

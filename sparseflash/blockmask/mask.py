@@ -302,7 +302,7 @@ class BlockMask:
     if not TYPE_CHECKING:  # a type checker would accept any attribute of a class with this method
 
         def __getattr__(self, name: str) -> Any:
-            make = vars(self).pop("_make", None)  # of a mask that is made when it is read: recorded.py
+            make = vars(self).pop("_make", None)  # a mask that is computed when it is first read: see recorded.py
             if make is None:
                 raise no_attribute(name)
             vars(self).update(vars(make()))

@@ -1,4 +1,4 @@
-"""Which masks a function asks for: if they differ in their lengths alone, few of them have to be made."""
+"""Records which masks a function makes. If they differ only in length, few of them are really computed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _thread = _Thread()
 
 
 def is_recorded(family: Family, args: tuple[Any, ...]) -> bool:
-    """Whether `answer` is to make the mask of a call of the family with these positional arguments."""
+    """Whether a call of the family with these positional arguments must go through `answer`."""
     found = _thread.recording
     return found is not None and family in found.families and not any([x is not None for x in args[1:]])
 
 
 def answer(family: Family, length: int, options: dict[str, Any], key: Any) -> BlockMask:
-    """The mask of a call. If an earlier one had the same key, it is made only when it is read.
+    """The mask of a call. If an earlier call had the same key, the mask is computed only when it is read.
 
-    So a mistake in the options is an error of the call.
+    The first call of a key computes its mask at once, so wrong options raise inside that call.
     """
     recording = _thread.recording
     assert recording is not None
@@ -71,8 +71,8 @@ def _unrecorded(family: Family, length: int, options: dict[str, Any]) -> BlockMa
 
 @contextmanager
 def recorded(families: Collection[Family]) -> Iterator[dict[int, Call]]:
-    """Inside the block, calls of these families are recorded, by the ids of their masks. Their masks must exist for
-    each length from 1 on, whatever their options, or for none.
+    """Inside the block, calls of these families are recorded by the ids of the masks that they return. Each options
+    of a family must be valid for every length from 1 on, or for none.
 
     >>> from sparseflash import masks
     >>> with recorded({masks.causal.__wrapped__}) as calls:
@@ -90,5 +90,5 @@ def recorded(families: Collection[Family]) -> Iterator[dict[int, Call]]:
         masks = [weakref.ref(call.mask) for call in calls.values()]
         calls.clear()
         for mask in masks:
-            if (held := mask()) is not None:  # by the function; compiled code needs masks that are made
+            if (held := mask()) is not None:  # the function kept it, and compiled code needs computed masks
                 held._arrays()

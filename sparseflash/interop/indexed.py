@@ -12,8 +12,8 @@ from sparseflash.scores.change import Change, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Indexed(Change, prepared=False):
-    """A change of a tensor that is `derived` from the one that a `score_mod` captures, at each call, so that its values
-    and its gradients are those of the call.
+    """A change whose tensor is `derived` anew at each call from the tensor that a `score_mod` captures, so that values
+    and gradients follow the captured tensor.
 
     In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
     exactly Hq entries, so the tensor is narrowed when the attention is called and its sizes are known.
@@ -21,14 +21,14 @@ class Indexed(Change, prepared=False):
 
     captured: Tensor
     derived: Callable[[Tensor], Tensor]
-    change: Change  # of another such tensor
+    change: Change  # with a derived tensor that each call replaces
     places: str  # the index of each of the derived tensor's first dimensions: "b", "h", or another letter
 
     @classmethod
     def of_captured(
         cls, captured: Tensor, derived: Callable[[Tensor], Tensor], make: Callable[[Tensor], Change], places: str
     ) -> Indexed:
-        """make: the change of a derived tensor."""
+        """make: returns the change for a derived tensor."""
         return cls(captured, derived, make(derived(captured.detach())), places)
 
     @property

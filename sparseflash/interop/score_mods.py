@@ -58,7 +58,7 @@ def from_score_mod(
       by `[q, k]` in a matrix that is constant along its diagonals. The buckets are computed here, once;
 
     A tensor indexed by b or h may have entries for more batch elements or heads than the attention has. A result that
-    is kept for several calls follows tensors that change in place, as learned ones do.
+    is kept for several calls follows in-place changes of its tensors, such as training steps.
 
     Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take. For example,
     `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a causal mask; `interop.flex_attention`
@@ -266,7 +266,7 @@ def _read(places: str) -> str:
 
 
 def _of_lengths(found: Recorded, at: int, places: str, lengths: tuple[int, int]) -> Tensor | None:
-    """The tensor that is read at these places; None if longer than the attention."""
+    """The tensor that is read at these places; None if it is longer than the attention's queries or keys."""
     x, sizes = found.tensors[int(found.expression.nodes[at].value)], dict(zip("qk", lengths))
     fits = all(x.shape[dim] == sizes[place] for dim, place in enumerate(places) if place in sizes)
     return x if fits else None

@@ -16,7 +16,7 @@ from torch import Tensor
 Kind = Literal["bool", "int", "float"]
 PLACES = ("b", "h", "q", "k")
 _KINDS: tuple[Kind, ...] = ("bool", "int", "float")
-# Conversions to these wrap around, or give a narrow integer the 64 bits that later operations need.
+# Conversions to integers: they wrap around, or widen a narrow integer to the 64 bits that later operations need.
 INTEGERS = {
     "to_int64": torch.int64, "to_int32": torch.int32, "to_int16": torch.int16, "to_int8": torch.int8,
     "to_uint8": torch.uint8,

@@ -97,7 +97,7 @@ def _gelu(made: Expression, x: int, approximate: str = "none") -> int:
     return made.apply("mul", made.apply("mul", x, made.number(0.5)), made.apply("add", curve, made.number(1.0)))
 
 
-# Their results may need more bits than their inputs: PyTorch keeps the dtype, and wraps around.
+# Operations whose results may need more bits than their inputs. PyTorch keeps the dtype, and wraps around.
 WRAPPING = ("add", "sub", "rsub", "mul", "neg", "abs", "pow", "square", "floor_divide", "bitwise_not")
 # Names of PyTorch's operators that return their input; the value that each operator fills with; how others are
 # recorded.

@@ -240,8 +240,8 @@ class _Recorder:
         return total
 
     def _of_dtype(self, found: int | _Entries, call: _Call) -> int | _Entries:
-        """A node of PyTorch's dtype. An operation on numbers may have another kind, such as bool for a sum of bools, or
-        other bits of integers.
+        """The node converted to PyTorch's result dtype. Our operation may return another kind, such as bool for a sum
+        of bools, or integers of another width.
         """
         if isinstance(found, _Entries):
             return found
@@ -258,7 +258,7 @@ class _Recorder:
         return nodes
 
     def _widens(self, call: _Call) -> bool:
-        """Whether the result has 64 bits, but no argument: as a node a number has as many as the other arguments."""
+        """Whether the result has 64 bits though no argument has. A plain number counts as having the others' width."""
         if call.result.dtype != torch.int64:
             return False
         for x in call.args:

@@ -83,7 +83,7 @@ def test_a_mask_may_be_built_of_transformed_tensors(transform):
 
 @pytest.mark.parametrize("transform", ["vmap", "vmap of grad"])
 def test_a_mask_of_mapped_tensors_is_refused(transform):
-    words = "must be given tensors that torch.vmap does not map, and masks of such"
+    words = "must be given tensors that torch.vmap does not map, and masks of them"
     with pytest.raises(TypeError, match=f"BlockMask.from_dense {words}"):
         TRANSFORMS[transform](lambda x: x * BlockMask.from_dense(x[0, 0] > 0, block=16).nbytes, inputs()[0])
     chosen = lambda x: masks.top_k_blocks(x[..., :3, :3] * 1, q_len=TOKENS, k=1, block=16)  # noqa: E731

@@ -20,7 +20,7 @@ from experiments.benchmarks.interpreter import compile_kernels
 RESULTS = Path("experiments/results/compile")
 ARITHMETIC = ("bfloat16", "float16", "tf32", "float32")
 # positions: dropout by positions in a whole sequence, as over several GPUs. split: rows and columns in chunks.
-TRITON = "A version as 3.6, which pip installs into a cache, or a folder with one; may be repeated."
+TRITON = "A version such as 3.6, which pip installs into a cache, or a folder with Triton; may be repeated."
 FEATURES = ("lengths", "dropout", "positions", "split", "gathered")
 
 app = typer.Typer(add_completion=False)

@@ -17,7 +17,7 @@ from sparseflash.backends.triton.launcher import Launch
 
 
 class NoDevice:
-    """Answers the queries that compilation makes."""
+    """Replaces Triton's driver: answers what the compiler asks about the device."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch

@@ -69,7 +69,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def drawn(
     records: Annotated[list[Path], typer.Argument(exists=True, help="Files or folders of *.jsonl records.")],
-    about: Annotated[list[str] | None, typer.Option(help="How the records were made: the commands.")] = None,
+    about: Annotated[list[str] | None, typer.Option(help="The commands that made the records.")] = None,
     commit: Commit = None,
     out: Out = Path("runs/exactness/drawn.jsonl"),
 ) -> None:

@@ -27,14 +27,14 @@ def chosen(option: str, given: Iterable[T] | None, known: Iterable[T]) -> list[T
 
 
 def separated(*given: str) -> list[str]:
-    """The values of options with commas."""
+    """The values of a repeatable option, each split at commas."""
     return list(dict.fromkeys(name.strip() for each in given for name in each.split(",") if name.strip()))
 
 
 def deadline(minutes: float | None) -> Callable[[], bool]:
-    """Whether what begins now may end later than this many minutes from now; None: never.
+    """Returns a function to call before each step: would the step end later than this many minutes from now?
 
-    It may take as long as the longest time between two calls of the function that is returned.
+    A step is assumed to take as long as the longest time between two calls so far. Without minutes: never.
     """
     last, longest = time.monotonic(), 0.0
     end = float("inf") if minutes is None else last + 60 * minutes

@@ -54,8 +54,8 @@ def make_table(
 ) -> None:
     """Measure every pattern; print the table, write it into a Markdown file.
 
-    peers: whether FlexAttention's create_block_mask is measured, too, half a minute each: for names without a comma
-    (families), for all that have a formula, or none.
+    peers: for which patterns FlexAttention's create_block_mask is measured too, half a minute each: those with names
+    without a comma (families), all that have a formula, or none.
     """
     patterns = select(only)
     chosen("--block", [block], BLOCKS)

@@ -24,7 +24,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor] | ChosenBlocks | Choosing
 
 
 def attention_over(mask: BlockMask | ChosenBlocks, implementation: str) -> Attention:
-    """Chosen blocks are a layer with weights of its own.
+    """Attention under a fixed mask, or a layer that chooses blocks, which has its own weights.
 
     sparseflash: any mask. sdpa: `is_causal` for dense causal masks, otherwise an element mask. flex: compiled on a GPU,
     with the block lists of the mask.

@@ -21,7 +21,7 @@ TAUGHT = 256  # queries of a forward that teach an indexer
 
 @dataclass(frozen=True)
 class ChosenBlocks:
-    """A layer whose queries choose among the blocks before them, in the place of attention.
+    """A layer whose queries choose among the blocks before them, in place of attention.
 
     moba: the blocks whose mean keys a query likes best. msa: those that an indexer scores by their best key. nsa: those
     with the largest weights of compressed keys, and near keys, half of the tokens each. A query's own block is always

@@ -113,8 +113,8 @@ class TreeRotation(nn.Module):
 
 
 def equality_rates(head_dim: int) -> Tensor:
-    """Radians a token, `[D / 2]`: no distance but 0 turns all angles nearly full circle: pi times the
-    fractional parts of the square roots of the primes.
+    """Rotation per token in radians, `[D / 2]`: pi times the fractional parts of the square roots of the primes. No
+    distance but 0 rotates all pairs of features by almost full turns.
 
     >>> rates = equality_rates(64)
     >>> distances = torch.arange(1, 2048)[:, None]

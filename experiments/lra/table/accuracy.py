@@ -110,7 +110,8 @@ def collect(folder: Path) -> list[Accuracy]:
 def key(metrics: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     """A short name for a run's settings and data, equal for runs that differ only by chance.
 
-    before: metrics of the run's own self-pretraining, whose settings then count; otherwise its initial weights do.
+    before: metrics of the run's own self-pretraining. With them its settings are part of the key, otherwise the initial
+    weights are.
     """
     config = {**BEFORE, **metrics["config"]}
     left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else VALIDATION))

@@ -133,8 +133,8 @@ def _number(value: float | None, form: str) -> str:
 
 def accuracy_table(accuracies: Sequence[Accuracy]) -> list[list[str]]:
     table = [[
-        "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "helps",
-        "learned before", "steps", "tested", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
+        "task", "data", "", "test accuracy", "validation", "training", "majority", "best rule", "extra help",
+        "trained before", "steps", "tested", "minutes", "tokens/s", "parameters", "device", "runs", "setting",
     ]]  # fmt: skip
     for each in accuracies:
         table.append(

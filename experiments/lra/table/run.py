@@ -48,7 +48,7 @@ class Options:
 def run(
     options: Options | None, runs: Path, out: Path, command: str, commit: str | None, say: Callable[[str], None]
 ) -> report.Results:
-    """Without options, keep an earlier command's times.
+    """Write times and accuracies. Without options, an earlier command's times are kept.
 
     Files are written after every task, so that an interrupted command keeps its measurements.
     """

@@ -42,7 +42,7 @@ def load(folder: Path) -> Data:
     for number, (split, pairs) in enumerate(PAIRS.items()):
         if (authors := len({span.author for span in spans[split]})) < 2:
             raise ValueError(
-                f"{folder} must hold books of two authors at least for {split}; got {authors}; {books.ADVICE}"
+                f"{folder} must hold books of at least two authors for {split}; got {authors}; {books.ADVICE}"
             )
         splits[split], kinds[split] = drawn(spans[split], symbols, pairs, seed=number)
     by_kind = Kinds("pair", KINDS, kinds["test"], {})

@@ -22,7 +22,7 @@ GROUP = 8
 
 
 class UNet(nn.Module):
-    """Convolutions: halved five times, doubled again, mean and max.
+    """A residual U-Net: the side is halved five times and doubled again, then mean and maximum are classified.
 
     >>> import numpy as np
     >>> from experiments.pathx.data.device_batch import on_device

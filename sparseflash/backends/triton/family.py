@@ -65,8 +65,8 @@ class Request(NamedTuple):
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
-    # For a backward of Hopper in blocks of 32 and 64: the share of live tiles of 128 x 128 that the live blocks take. 0
-    # for blocks of 16, which have not been measured, and for others.
+    # For a Hopper backward with blocks of 32 or 64: the share of the live 128 x 128 tiles that the live blocks fill.
+    # Otherwise 0, also with blocks of 16, which have not been measured.
     filled: float = 0.0
 
     @property

@@ -34,7 +34,7 @@ def compiled(flags: Sequence[str] = ()) -> Any:
 
 
 class Nothing:
-    """In place of the module where it does not compile: no layout has a key, so that no call is kept."""
+    """Replaces the module if it does not compile. No layout has a key, so no call is cached."""
 
     @staticmethod
     def layouts(*tensors: Tensor) -> None:

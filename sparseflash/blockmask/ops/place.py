@@ -173,7 +173,7 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
 
 
 def _moved(known: Words, recipes: Integers, block_k: int) -> Words:
-    """The same before anything is cut off at the ends."""
+    """The moved tiles, before scores past the ends are cut off."""
     block_q, width = known.shape[1:]
     columns = np.ascontiguousarray(known.reshape(-1, width).T)
     words = np.empty((len(recipes), block_q, width), dtype=np.uint32)

@@ -73,7 +73,7 @@ def test_whoever_has_no_data_is_told_where_they_are():
     for task, place in said.items():
         result = call(MODELS[task].folder)
         assert result.exit_code == 2
-        assert f"the task {task} needs --data, its files: " in result.output and place in result.output
+        assert f"the task {task} needs --data, the folder of its files: " in result.output and place in result.output
 
 
 def test_the_mask_that_runs_code_is_named_as_a_shell_takes_it():

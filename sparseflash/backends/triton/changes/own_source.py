@@ -219,8 +219,8 @@ class Source:
         return _CORNERS[node.op](*found)
 
     def _to_integer(self, node: Node) -> str:
-        """A conversion; none where the number is one already, and in range. Integers with 64 bits get them where they
-        are needed: see `_write`.
+        """The conversion to an integer; "{}" if the number already is an integer in range. `_write` widens integers to
+        64 bits where that is needed.
         """
         (x,) = node.inputs
         kind, dtype = self._kind(node), INTEGERS.get(node.op, torch.int32)

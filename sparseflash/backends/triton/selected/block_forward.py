@@ -147,8 +147,8 @@ def block_forward_kernel(
 
 @triton.jit
 def queries_of_program(q_len, group, choices, first_pair, ROWS: tl.constexpr):
-    """`(pair from the first, pair, head of the group, query, whether it is one, its place in the lists of the pair)` of
-    each row of a program that puts the parts of queries together.
+    """For each row of a program that merges the parts of queries: `(pair from the first, pair, head of the group,
+    query, whether the query exists, its place in the lists of the pair)`.
     """
     tiles = tl.cdiv(q_len, ROWS)
     of_group = tl.program_id(0) // tiles

@@ -109,7 +109,7 @@ def test_an_archive_of_jpegs_is_read_in_grey_and_says_so(tmp_path):
             {f"books/{split}/A___{split}.txt": book("x") for split in ("train", "test")},
             "the authors of train and test must be different; got A in both",
         ),
-        ("books-matching", {"books/train/A___B.txt": book("x")}, "must hold books of two authors at least for train"),
+        ("books-matching", {"books/train/A___B.txt": book("x")}, "must hold books of at least two authors for train"),
     ],
 )  # fmt: skip
 def test_other_archives_are_refused(task, files, message, tmp_path):
