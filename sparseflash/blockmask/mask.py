@@ -302,11 +302,13 @@ class BlockMask:
     if not TYPE_CHECKING:  # a type checker would accept any attribute of a class with this method
 
         def __getattr__(self, name: str) -> Any:
-            make = vars(self).pop("_make", None)  # of a mask that is made when it is read: recorded.py
-            if make is None:
-                raise no_attribute(name)
-            vars(self).update(vars(make()))
-            return getattr(self, name)
+            own = vars(self)
+            if (make := own.get("_make")) is not None:  # of a mask that is made when it is read: recorded.py
+                own.update(vars(make()))
+                own.pop("_make", None)  # only now: another thread may read the mask, and making it may fail
+            if name in own:
+                return own[name]
+            raise no_attribute(name)
 
     def __getitem__(self, index: object) -> NoReturn:
         # Iteration calls this, too. __iter__ would make a mask an Iterable, which stands for several masks elsewhere.
