@@ -304,11 +304,10 @@ class BlockMask:
         def __getattr__(self, name: str) -> Any:
             own = vars(self)
             if (make := own.get("_make")) is not None:  # of a mask that is made when it is read: recorded.py
-                own.update(vars(make()))
-                own.pop("_make", None)  # only now: another thread may read the mask, and making it may fail
-            if name in own:
-                return own[name]
-            raise no_attribute(name)
+                own.update(vars(make()), _make=None)  # only now: making may fail, and another thread may read the mask
+            if name not in own:
+                raise no_attribute(name)
+            return own[name]
 
     def __getitem__(self, index: object) -> NoReturn:
         # Iteration calls this, too. __iter__ would make a mask an Iterable, which stands for several masks elsewhere.
