@@ -314,7 +314,7 @@ def _asked_for(
     pattern: Pattern, lengths: list[int]
 ) -> tuple[partial[BlockMask] | None, dict[tuple[int, int], BlockMask]]:
     """The call of a nested family, if the function makes the same one for each length; otherwise the masks."""
-    with recorded(_RECORDED) as calls:
+    with recorded(_RECORDED, _OF_ONE_LENGTH) as calls:
         masks = {(length, length): pattern(length) for length in lengths}
         found = _one_call([calls.get(id(mask)) for mask in masks.values()], lengths)
         if found is not None:
@@ -325,9 +325,9 @@ def _asked_for(
 
 def _one_call(calls: list[Call | None], lengths: list[int]) -> partial[BlockMask] | None:
     first = calls[0]
-    if first is None or not first.options.keys().isdisjoint(_OF_ONE_LENGTH):
-        return None
-    if any(call is None or (call.key, call.length) != (first.key, length) for call, length in zip(calls, lengths)):
+    if first is None or any(
+        call is None or (call.key, call.length) != (first.key, length) for call, length in zip(calls, lengths)
+    ):
         return None
     return partial(_RECORDED[first.family], **first.options)
 

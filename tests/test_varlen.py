@@ -1,5 +1,7 @@
 import re
 import sys
+import threading
+import time
 from cProfile import Profile
 from dataclasses import dataclass
 from functools import partial
@@ -152,13 +154,29 @@ FUNCTIONS = {
     "its mask is read": lambda n: masks.local(n, window=masks.causal(n, block=16).q_len // 3 + 1, block=16),
     "another length": lambda n: masks.causal(n + 1, block=16).crop(q=(0, n), k=(0, n)),
     "factors": lambda n: masks.butterfly(n, factors=min(1, (n - 1) // 16), block=16),
+    "its length by name": lambda n: masks.causal(q_len=n, block=16),
+    "its length by name, last": lambda n: masks.local(window=3, block=16, q_len=n),
+    "no length": lambda n: masks.causal(n, k_len=None, block=16),
+    "of few lengths": lambda n: _or_causal(n, lambda: masks.butterfly(n, factors=2, block=16)),
+    "a length below 1": lambda n: _or_causal(n, lambda: [masks.causal(n - 20), masks.dense(n, block=16)][1]),
 }
+
+
+def _or_causal(n, make):
+    try:
+        return make()
+    except (TypeError, ValueError):
+        return masks.causal(n, block=16)
 
 
 @given(SIZES, st.sampled_from(list(FUNCTIONS)))
 @example([(n, n) for n in range(1, 40)], "causal")
 @example([(n, n) for n in range(1, 40)], "streaming")
 @example([(40, 40), (41, 41)], "of two kinds")
+@example([(40, 40), (41, 41)], "its length by name")
+@example([(40, 40), (41, 41)], "its length by name, last")
+@example([(40, 40), (16, 16)], "of few lengths")
+@example([(40, 40), (16, 16)], "a length below 1")
 def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):
     sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
     lengths = [stop - start for start, stop in pairwise(sums)]
@@ -184,6 +202,30 @@ def test_a_function_is_called_for_each_length_and_few_of_its_masks_are_made():
     assert found == varlen_mask(
         np.cumsum([0, *range(1, 300)]), pattern=partial(masks.streaming, window=7, sink=2, block=16)
     )
+
+
+def test_a_mask_that_is_made_when_it_is_read_is_read_by_several_threads():
+    read = []
+
+    def pattern(length):
+        mask, ready = masks.local(length, window=3, block=16), threading.Barrier(4)
+
+        def read_it():
+            ready.wait()
+            read.append(mask.q_len == length)
+
+        readers = [threading.Thread(target=read_it) for _ in range(4)]
+        for each in readers:
+            each.start()
+        for each in readers:
+            each.join()
+        return mask
+
+    module = sys.modules["sparseflash.masks.local"]
+    band = module.band
+    with mock.patch.object(module, "band", lambda *args, **named: time.sleep(0.05) or band(*args, **named)):
+        varlen_mask([0, 501, 1004], pattern=pattern)
+    assert read == [True] * 8
 
 
 def test_a_function_that_handles_errors_of_a_mask_has_them():

@@ -42,7 +42,7 @@ def kept(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
         numbers = _key_of_numbers(*args, *kwargs.values())
         if numbers is None:
             return build(*args, **kwargs)
-        if is_recorded(called, args):
+        if is_recorded(called, args, kwargs):
             return answer(called, numbers[0][0], kwargs, (called, numbers[0][1:], numbers[1][1:], tuple(kwargs)))
         key = build, numbers, tuple(kwargs)
         mask: BlockMask | None = _kept.get(key)

@@ -302,11 +302,12 @@ class BlockMask:
     if not TYPE_CHECKING:  # a type checker would accept any attribute of a class with this method
 
         def __getattr__(self, name: str) -> Any:
-            make = vars(self).pop("_make", None)  # a mask that is computed when it is first read: see recorded.py
-            if make is None:
+            own = vars(self)
+            if (make := own.get("_make")) is not None:  # computed when it is first read: recorded.py
+                own.update(vars(make()), _make=None)  # only now: making may fail, and another thread may read the mask
+            if name not in own:
                 raise no_attribute(name)
-            vars(self).update(vars(make()))
-            return getattr(self, name)
+            return own[name]
 
     def __getitem__(self, index: object) -> NoReturn:
         # Iteration calls this, too. __iter__ would make a mask an Iterable, which stands for several masks elsewhere.

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.limits import MOST_TOKENS
 
 Family = Callable[..., BlockMask]
 
@@ -26,6 +27,7 @@ class Call(NamedTuple):
 
 class _Recording(NamedTuple):
     families: Collection[Family]
+    unlike: frozenset[str]
     calls: dict[int, Call]
     known: set[Any]  # keys
 
@@ -37,10 +39,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def is_recorded(family: Family, args: tuple[Any, ...]) -> bool:
-    """Whether a call of the family with these positional arguments must go through `answer`."""
+def is_recorded(family: Family, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Whether a call of the family with these arguments must go through `answer`."""
     found = _thread.recording
-    return found is not None and family in found.families and not any([x is not None for x in args[1:]])
+    if found is None or family not in found.families or not found.unlike.isdisjoint(options):
+        return False
+    # A call with a wrong length is an error of its own, which the function may handle.
+    return len(args) > 0 and type(args[0]) is int and 1 <= args[0] <= MOST_TOKENS and set(args[1:]) <= {None}
 
 
 def answer(family: Family, length: int, options: dict[str, Any], key: Any) -> BlockMask:
@@ -70,9 +75,10 @@ def _unrecorded(family: Family, length: int, options: dict[str, Any]) -> BlockMa
 
 
 @contextmanager
-def recorded(families: Collection[Family]) -> Iterator[dict[int, Call]]:
-    """Inside the block, calls of these families are recorded by the ids of the masks that they return. Each options
-    of a family must be valid for every length from 1 on, or for none.
+def recorded(families: Collection[Family], unlike: frozenset[str] = frozenset()) -> Iterator[dict[int, Call]]:
+    """Inside the block, calls of these families with one length are recorded, by the ids of their masks; but not those
+    with an option that is in `unlike`. The masks must exist for each length from 1 on, whatever the other options, or
+    for none.
 
     >>> from sparseflash import masks
     >>> with recorded({masks.causal.__wrapped__}) as calls:
@@ -82,7 +88,7 @@ def recorded(families: Collection[Family]) -> Iterator[dict[int, Call]]:
     """
     calls: dict[int, Call] = {}
     before = _thread.recording
-    _thread.recording = _Recording(families, calls, set())
+    _thread.recording = _Recording(families, unlike, calls, set())
     try:
         yield calls
     finally:

@@ -212,7 +212,7 @@ def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -
         return None
     bucket = _bucket(buckets, lengths)
     return Indexed.of_captured(
-        table, lambda x: sign * (x if entries == 1 else x.t()), lambda x: scores.relative(x, bucket), "h"
+        table, lambda x: _signed(x if entries == 1 else x.t(), sign), lambda x: scores.relative(x, bucket), "h"
     )  # fmt: skip
 
 
@@ -237,7 +237,11 @@ def _bias(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Ch
         return None
     of_keys = "k" in places and "q" not in places
     order, make = ("bhk", scores.key_bias) if of_keys else ("bhqk", scores.bias)
-    return Indexed.of_captured(x, lambda x: sign * _in_order(x, places, order), make, _read(places))
+    return Indexed.of_captured(x, lambda x: _signed(_in_order(x, places, order), sign), make, _read(places))
+
+
+def _signed(x: Tensor, sign: float) -> Tensor:
+    return x if sign > 0 else -x  # no copy at each call: a bias may have an entry for each score
 
 
 def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change | None:

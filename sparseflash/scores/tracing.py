@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -252,10 +253,20 @@ class _Recorder:
         return in_kind(self.made, found, dtype)
 
     def _operands(self, call: _Call) -> list[Any]:
-        nodes = list(map(self._number, call.args))
+        given = call.args if call.name == "pow" else self._wrapped(call.args)
+        nodes = list(map(self._number, given))
         if call.name in WRAPPING and self._widens(call):
             return [of_bits(self.made, x, torch.int64) for x in nodes]
         return nodes
+
+    def _wrapped(self, args: Sequence[Any]) -> Sequence[Any]:
+        """The arguments with integers as PyTorch reads them beside a narrow one: beside uint8, -1 is 255."""
+        dtypes = [(x.result if isinstance(x, _Call) else x).dtype for x in args if isinstance(x, (_Call, Tensor))]
+        dtype = reduce(torch.promote_types, dtypes, torch.bool)
+        if dtype not in NARROW:
+            return args
+        least, count = torch.iinfo(dtype).min, 1 << torch.iinfo(dtype).bits
+        return [(x - least) % count + least if type(x) is int else x for x in args]
 
     def _widens(self, call: _Call) -> bool:
         """Whether the result has 64 bits though no argument has. A plain number counts as having the others' width."""

@@ -320,6 +320,7 @@ def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
 
 
 NARROW = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(0))
+NARROW[::3] = -1
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
@@ -340,6 +341,9 @@ NARROW = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manua
         lambda x, q, k: torch.where(q > k, x[q], x[k]) * torch.where(q > k, 1_000_003, 1_000_007) % 100,
         lambda x, q, k: (q > k).long() * 2_000_000_000 * 2 + torch.sign(k - q) * 2_000_000_000 * 3,
         lambda x, q, k: (x[q] / 3).to(torch.int64) * 1_000_000_007 % 1000,
+        lambda x, q, k: (x[q] > -1) * 10 + (x[k] == -1) * 20,
+        lambda x, q, k: x[q] % 300 + x[k] // 1_000_007,
+        lambda x, q, k: (x[q] + 2**31 - 1) ** 2 * (2**31 + 3),
     ],
 )
 def test_integers_wrap_around_where_pytorchs_do(added, dtype):
