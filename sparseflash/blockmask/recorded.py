@@ -45,7 +45,8 @@ def is_recorded(family: Family, args: tuple[Any, ...], options: dict[str, Any]) 
     if found is None or family not in found.families or not found.unlike.isdisjoint(options):
         return False
     # A call with a wrong length is an error of its own, which the function may handle.
-    return len(args) > 0 and type(args[0]) is int and 1 <= args[0] <= MOST_TOKENS and not any([x is not None for x in args[1:]])
+    length = args[0] if args and not any([x is not None for x in args[1:]]) else None
+    return type(length) is int and 1 <= length <= MOST_TOKENS
 
 
 def answer(family: Family, length: int, options: dict[str, Any], key: Any) -> BlockMask:
