@@ -128,6 +128,10 @@ _HOPPER_POINTERS: _Table = {
     ("dq", "fp32", 64): Config(64, 32, 4, 1),
 }
 
+# sm_100 and sm_103, not measured: as on Hopper, in tables of their own, which a measurement there may change.
+_BLACKWELL: _Table = {**(_HOPPER_COPYING if _COPYING else _HOPPER)}
+_BLACKWELL_POINTERS: _Table = {**_HOPPER_POINTERS}
+
 
 class Tables(NamedTuple):
     """The tables of one architecture."""
@@ -157,7 +161,7 @@ HOPPER = Tables(
     _HOPPER_POINTERS, _HOPPER_COPYING if _COPYING else _HOPPER, has_room=True, held_64=_HOPPER_64,
     biased=_HOPPER_BIASED, tile_biased=_HOPPER_TILE_BIASED, table=_HOPPER_TABLE,
 )  # fmt: skip
-BLACKWELL = HOPPER  # sm_100 and sm_103, not measured
+BLACKWELL = HOPPER._replace(pointers=_BLACKWELL_POINTERS, descriptors=_BLACKWELL)
 
 
 def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:

@@ -24,13 +24,12 @@ from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.forward_pass import Forward
 from tests.compiling.uninterpreted import python
 
-HOPPER = "_HOPPER_COPYING" if configs._COPYING else "_HOPPER"
 TABLES = {
     (8, 0): "_AMPERE",
     (8, 6): "_CONSUMER",
-    (9, 0): HOPPER,
-    (10, 0): HOPPER,
-    (10, 3): HOPPER,
+    (9, 0): "_HOPPER_COPYING" if configs._COPYING else "_HOPPER",
+    (10, 0): "_BLACKWELL",
+    (10, 3): "_BLACKWELL",
     (12, 0): "_CONSUMER",
 }
 
@@ -54,7 +53,8 @@ def test_what_is_shipped_for_hopper_at_head_dim_64_is_among_the_candidates():
 def test_the_table_of_an_architecture(capability, name):
     tables = architecture_of(capability).tables
     assert tables.of(True) is getattr(configs, name)
-    assert tables.of(False) is (configs._HOPPER_POINTERS if name == HOPPER else getattr(configs, name))
+    pointers = {(9, 0): configs._HOPPER_POINTERS, (10, 0): configs._BLACKWELL_POINTERS}
+    assert tables.of(False) is pointers.get(capability, tables.of(False))
 
 
 def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
