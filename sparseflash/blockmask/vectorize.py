@@ -137,7 +137,8 @@ def _of_arrays(
                 f"{name} must answer for many {what} at once. Use &, | and ~ instead of and, or and not, "
                 "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
                 "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead "
-                f"of lists and dicts that are indexed; got a tensor where Python needs one number ({error})."
+                "of lists and dicts that are indexed; got a tensor where Python needs one number "
+                f"({'the key of a dict' if is_key else error})."  # the KeyError itself shows all numbers of the tensor
             ) from error
         if isinstance(error, IndexError) and isinstance(refused, IndexError):
             raise
