@@ -244,9 +244,10 @@ def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None
 
 def seconds_of(name: str) -> dict[str, float]:
     device = torch.device("cuda")
-    # The device and its libraries are initialised before.
+    # What is the same for all of them comes before: the device, its libraries, and sympy, which PyTorch imports in the
+    # first `torch.autograd.grad` that is given a gradient (1.7 s).
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    (x @ x).sum().backward()
+    torch.autograd.grad(x @ x, x, torch.ones_like(x))
     seconds = {}
     for what, dim, way in zip(FIRST_CALLS, (64, 32, 128), (BOTH, BOTH, INFERENCE), strict=True):
         call = calls_of(IMPLEMENTATIONS_OF[name](Shape(dim=dim), device), Shape(dim=dim), device)[way]
