@@ -147,6 +147,7 @@ def changes_of_rows() -> dict[str, Scores | Change]:
         "`temperature`, learned": scores.temperature(learned),
         "`alibi`": scores.alibi(slopes),
         "`alibi`, learned": scores.alibi(learned),
+        "`alibi` with `softcap`": scores.alibi(slopes) + scores.softcap(50.0),
         "`alibi`, learned, with `softcap`": scores.alibi(learned) + scores.softcap(50.0),
         "`log_decay`": scores.log_decay(slopes),
         "`relative` with `t5_buckets`": scores.relative(table, buckets),

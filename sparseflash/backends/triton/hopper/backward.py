@@ -6,7 +6,8 @@ A step takes ROWS queries. Two warpgroups together hold dk and dv of the keys in
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
 with keys as rows of S. The accumulators of S and dP start as -lse and -delta, so these take no registers of their own.
-Head dims between 64 and 128 have tiles of 128 channels.
+Head dims between 64 and 128 have tiles of 128 channels. The products but for dQ leave out channels that hold zeros
+(`plus_products`), and so do the additions of dq.
 
 Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits until its addition
 is visible, the other sends.
@@ -61,7 +62,9 @@ def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
     # [1, 1, ROWS or KEYS, D]: reads past the ends of a tensor give zeros, writes there are dropped
     rows_desc,  # fp32 [B * Hq * tiles * steps * 2, ROWS] in boxes of [2, ROWS]: see rows.py
-    acc_desc,  # fp32 [chains * TILE_ROWS * D // WIDTH, WIDTH] in boxes of ROWS * D each, see `in_thread_order`
+    # fp32 [chains * TILE_ROWS * (USED + REST) // WIDTH, WIDTH] in boxes of ROWS * REST numbers, or ROWS * USED if REST
+    # is 0: see `in_thread_order`
+    acc_desc,
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries, ENTRY], bits
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
@@ -89,7 +92,8 @@ def backward_kernel(
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    DS_SHAPE: gl.constexpr = [ROWS, KEYS] if CHANGES.STORES_GRADIENTS else [KEYS, ROWS]
+    JOINED: gl.constexpr = SHAPE.JOINED
+    DS_SHAPE: gl.constexpr = [ROWS, KEYS] if CHANGES.STORES_GRADIENTS else [KEYS, JOINED * ROWS]
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DS_SHAPE, dtype)
     q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, ROWS, D], TILE_LAYOUT)
     dout_s = gl.allocate_shared_memory(dtype, [DOUT_STAGES, ROWS, D], TILE_LAYOUT)
@@ -98,6 +102,13 @@ def backward_kernel(
     ds_s = gl.allocate_shared_memory(dtype, DS_SHAPE, DS_LAYOUT)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS * D // WIDTH, WIDTH], acc_desc.layout)
+    # The same memory for the warpgroups, a tile for each turn, and for the senders, in the boxes in which they send dq.
+    BOX: gl.constexpr = SHAPE.REST if SHAPE.REST > 0 else SHAPE.USED
+    BOXES: gl.constexpr = (SHAPE.USED + SHAPE.REST) // BOX
+    dq_of_turn_s = reinterpret(
+        dq_s, gl.float32, [SENDERS // JOINED, JOINED * ROWS * D // WIDTH, WIDTH], acc_desc.layout
+    )  # fmt: skip
+    sent_s = reinterpret(dq_s, gl.float32, [SENDERS * (D // BOX), ROWS * BOX // WIDTH, WIDTH], acc_desc.layout)
     # dv and dk are sent from the buffers of dq; each buffer holds one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES * CHANGES.SENT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -130,23 +141,24 @@ def backward_kernel(
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     of_tokens = (qk_scale, q_len, offset)
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles, of_tokens), changes, changes_s)
-    sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
+    sends = (acc_desc, sent_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (scale, kv_heads, heads // kv_heads, of_tokens)
     reads = (
-        tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes, changes_s
+        tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_of_turn_s, out_s, full, empty, sizes, changes,
+        changes_s,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 consumer,
                 (
-                    reads, ROWS, Q_STAGES, DOUT_STAGES, D, SHAPE.USED, SHAPE.REST, SHAPE.V_USED, SHAPE.V_REST,
-                    HAS_LENGTHS, HAS_PARTS, CHANGES,
+                    reads, ROWS, JOINED, SHAPE.KEPT, Q_STAGES, DOUT_STAGES, D, SHAPE.USED, SHAPE.REST, SHAPE.V_USED,
+                    SHAPE.V_REST, HAS_LENGTHS, HAS_PARTS, CHANGES,
                 ),
             ),
             (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),
-            (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
-            (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
+            (sender, (sends, dv_desc, 0, ROWS, BOXES, HAS_PARTS)),
+            (sender, (sends, dk_desc, 1, ROWS, BOXES, HAS_PARTS)),
         ],
         [1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS],

@@ -35,9 +35,9 @@ from sparseflash.backends.triton.hopper.rows import TILE_ROWS
 
 @gluon.jit
 def consumer(
-    reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr,
-    REST: gl.constexpr, V_USED: gl.constexpr, V_REST: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
-    CHANGES: gl.constexpr,
+    reads, ROWS: gl.constexpr, JOINED: gl.constexpr, KEPT: gl.constexpr, Q_STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr, D: gl.constexpr, USED: gl.constexpr, REST: gl.constexpr, V_USED: gl.constexpr,
+    V_REST: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes, changes_s = (
@@ -51,9 +51,9 @@ def consumer(
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = layout_of_products(ROWS, 1)
     # Each warpgroup computes half the rows of dq or, of 64 rows, half the columns.
-    Q: gl.constexpr = layout_of_products(D, 128 // ROWS)
+    Q: gl.constexpr = layout_of_products(D, 128 // (JOINED * ROWS))
     BITS: gl.constexpr = layout_of_bits(ROWS)
-    no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
+    no_dq = gl.zeros([JOINED * ROWS, D], gl.float32, layout=Q)
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
     no_sums = started(CHANGES, no_scores)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -79,73 +79,91 @@ def consumer(
         if count > 0:
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
             parities ^= 1 << SENDERS
-        for i in range(count * STEPS):
-            q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
-            mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
-            tile = receive(number_s, q_stage, 0, CHANGES.SENT)
-            is_partial = (tile != 0) | (k_left < KEYS)
-            rows = rows_s.index(q_stage)
-            of_step = number_s, q_stage, step, of_tokens
-            of_tiles = begun_tiles(CHANGES, changes, of_step, no_scores)
-            if CHANGES.HAVE_SUMS_OF_HEADS:
-                # A head's tiles are consecutive, so its sums are complete when the head changes.
-                of_group = receive(number_s, q_stage, CHANGES.SENT - 1, CHANGES.SENT)
-                if of_group != member:
-                    sums = finished_heads(CHANGES, changes, sums, no_sums, place * group + member)
-                member = of_group
-            s = no_scores
-            if not CHANGES.HAVE_DERIVATIVES:
-                s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-            dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-            q = q_s.index(q_stage).permute((1, 0))
-            s = plus_products(k_s, q, s, not CHANGES.HAVE_DERIVATIVES, USED, REST)
-            mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-            dp = plus_products(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, True, V_USED, V_REST)
-            s = local_mma_wait(s, 1 if V_REST == 0 else 2)
-            mask = words_ptr, tile, i % STEPS * ROWS, k_left
-            p, s, of_tiles = weights_of(
-                CHANGES, changes, changes_s, s, rows, of_tiles, of_step, is_partial, mask, qk_scale, ROWS, HAS_LENGTHS,
-                BITS,
-            )  # fmt: skip
-            weights = p.to(dtype)
-            p = times_derivatives(CHANGES, changes, p, s, of_tiles)
-            dv = plus_weighted(dv, weights, dout_s.index(dout_stage), 0)
-            if V_REST > 0:
-                dv_rest = plus_weighted(dv_rest, weights, dout_s.index(dout_stage), V_USED)
-            dp = local_mma_wait(dp, 1 if V_REST == 0 else 2)
-            ds = p * dp
-            sums = plus_gradients(CHANGES, changes, sums, ds, of_tiles)
-            half_ds = ds.to(dtype)
-            if CHANGES.STORES_GRADIENTS:
-                # Keys are contiguous, as in global memory: one buffer is the operand of dq and the source of the store.
-                tma.store_wait(0)
-                ds_by_row = ds_s
-                ds_by_row.permute((1, 0)).store(half_ds)
-                fence_async_shared()
-                store_gradients(CHANGES, changes, ds_by_row, of_step, number // kv_heads, first_k)
-            else:
-                ds_s.store(half_ds)
-                fence_async_shared()
-                ds_by_row = ds_s.permute((1, 0))
-            dq = warpgroup_mma(ds_by_row, k_s, no_dq, use_acc=False, is_async=True)
-            dk = plus_weighted(dk, half_ds, q_s.index(q_stage), 0)
-            if REST > 0:
-                dk_rest = plus_weighted(dk_rest, half_ds, q_s.index(q_stage), USED)
-            dq, dv = local_mma_wait(dq, 1 if REST == 0 else 2), accumulator(dv)
-            if V_REST > 0:
-                dv_rest = accumulator(dv_rest)
-            async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
-            which = (first * STEPS + i) % SENDERS
-            dq = in_thread_order(dq, ROWS, D)
-            hand_over(dq, dq, which, dq_s.index(which), full, empty, parities, 0)
-            parities ^= 1 << which
-            # After dq is handed over: other programs wait for dq, and it has left its registers.
-            sums = plus_later_gradients(CHANGES, changes, sums, half_ds, of_tiles, of_step, (place, group), no_sums)
+        k, v = k_s, v_s
+        if KEPT:
+            OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+            k, v = k_s.load(OPERAND), v_s.load(OPERAND)
+        for turn in range(count * (STEPS // JOINED)):
+            for each in gl.static_range(JOINED):
+                i = turn * JOINED + each
+                q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
+                mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
+                tile = receive(number_s, q_stage, 0, CHANGES.SENT)
+                is_partial = (tile != 0) | (k_left < KEYS)
+                rows = rows_s.index(q_stage)
+                of_step = number_s, q_stage, step, of_tokens
+                of_tiles = begun_tiles(CHANGES, changes, of_step, no_scores)
+                if CHANGES.HAVE_SUMS_OF_HEADS:
+                    # A head's tiles are consecutive, so its sums are complete when the head changes.
+                    of_group = receive(number_s, q_stage, CHANGES.SENT - 1, CHANGES.SENT)
+                    if of_group != member:
+                        sums = finished_heads(CHANGES, changes, sums, no_sums, place * group + member)
+                    member = of_group
+                s = no_scores
+                if not CHANGES.HAVE_DERIVATIVES:
+                    s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
+                dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
+                q = q_s.index(q_stage).permute((1, 0))
+                s = plus_products(k, q, s, not CHANGES.HAVE_DERIVATIVES, USED, REST)
+                mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
+                dp = plus_products(v, dout_s.index(dout_stage).permute((1, 0)), dp, True, V_USED, V_REST)
+                s = local_mma_wait(s, 1 if V_REST == 0 else 2)
+                if each > 0:  # the products with the step before have ended, too
+                    dk, dv = accumulator(dk), accumulator(dv)
+                    if REST > 0:
+                        dk_rest = accumulator(dk_rest)
+                    if V_REST > 0:
+                        dv_rest = accumulator(dv_rest)
+                    async_copy.mbarrier_arrive(dout_empty.index((step - 1) % DOUT_STAGES), increment_count=False)
+                    async_copy.mbarrier_arrive(q_empty.index((step - 1) % Q_STAGES), increment_count=False)
+                mask = words_ptr, tile, i % STEPS * ROWS, k_left
+                p, s, of_tiles = weights_of(
+                    CHANGES, changes, changes_s, s, rows, of_tiles, of_step, is_partial, mask, qk_scale, ROWS,
+                    HAS_LENGTHS, BITS,
+                )  # fmt: skip
+                weights = p.to(dtype)
+                p = times_derivatives(CHANGES, changes, p, s, of_tiles)
+                dv = plus_weighted(dv, weights, dout_s.index(dout_stage), 0)
+                if V_REST > 0:
+                    dv_rest = plus_weighted(dv_rest, weights, dout_s.index(dout_stage), V_USED)
+                dp = local_mma_wait(dp, 1 if V_REST == 0 else 2)
+                ds = p * dp
+                sums = plus_gradients(CHANGES, changes, sums, ds, of_tiles)
+                half_ds = ds.to(dtype)
+                if CHANGES.STORES_GRADIENTS:
+                    # Keys are contiguous, as in global memory: one buffer is the operand of dq and the source of the
+                    # store.
+                    tma.store_wait(0)
+                    ds_by_row = ds_s
+                    ds_by_row.permute((1, 0)).store(half_ds)
+                    fence_async_shared()
+                    store_gradients(CHANGES, changes, ds_by_row, of_step, number // kv_heads, first_k)
+                else:
+                    ds_s.slice(each * ROWS, ROWS, dim=1).store(half_ds)
+                    ds_by_row = ds_s.permute((1, 0))
+                if each == JOINED - 1:
+                    if not CHANGES.STORES_GRADIENTS:
+                        fence_async_shared()
+                    dq = warpgroup_mma(ds_by_row, k_s, no_dq, use_acc=False, is_async=True)
+                dk = plus_weighted(dk, half_ds, q_s.index(q_stage), 0)
+                if REST > 0:
+                    dk_rest = plus_weighted(dk_rest, half_ds, q_s.index(q_stage), USED)
+                if each == JOINED - 1:
+                    dq, dv = local_mma_wait(dq, 1 if REST == 0 else 2), accumulator(dv)
+                    if V_REST > 0:
+                        dv_rest = accumulator(dv_rest)
+                    async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+                    which = (first * STEPS + turn * JOINED) % SENDERS
+                    dq = in_thread_order(dq, ROWS, D)
+                    hand_over(dq, dq, which, dq_s.index(which // JOINED), full, empty, parities, 0, JOINED)
+                    parities ^= ((1 << JOINED) - 1) << which
+                # After dq is handed over: other programs wait for dq, and it has left its registers.
+                sums = plus_later_gradients(CHANGES, changes, sums, half_ds, of_tiles, of_step, (place, group), no_sums)
+                step += 1
             dk = local_mma_wait(dk, 0)
             if REST > 0:
                 dk_rest = local_mma_wait(dk_rest, 0)
-            async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
-            step += 1
+            async_copy.mbarrier_arrive(q_empty.index((step - 1) % Q_STAGES), increment_count=False)
         if CHANGES.HAVE_SUMS_OF_HEADS:
             sums = finished_heads(CHANGES, changes, sums, no_sums, place * group + member)
         finish(CHANGES, changes, sums)
@@ -164,8 +182,8 @@ def consumer(
                 half_dv_rest = dv_rest.to(dtype)
             if REST > 0:
                 half_dk_rest = (dk_rest * scale).to(dtype)
-            hand_over(half_dv, half_dv_rest, 0, out_s.index(0), full, empty, parities, V_REST)
-            hand_over(half_dk, half_dk_rest, 1, out_s.index(ROWS // 64), full, empty, parities, REST)
+            hand_over(half_dv, half_dv_rest, 0, out_s.index(0), full, empty, parities, V_REST, 1)
+            hand_over(half_dk, half_dk_rest, 1, out_s.index(ROWS // 64), full, empty, parities, REST, 1)
             parities ^= (1 << SENDERS) - 1
     if CHANGES.STORES_GRADIENTS:
         tma.store_wait(0)

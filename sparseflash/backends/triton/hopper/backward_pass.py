@@ -59,7 +59,7 @@ class BackwardLayout:
         """
         device, v_dim, self.learns = setting.plan.device, v.shape[-1], any(wanted)
         self.dims, self.kinds = (q.shape[-1], v_dim), () if changes is None else changes.kinds
-        config = backward_config_for(q.shape[-1], v_dim)
+        config = backward_config_for(q.shape[-1], v_dim, self.kinds)
         (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
         units = units_on_hopper(changes, scale, backward=True)
         self.changed = changed_on_hopper(
@@ -72,9 +72,10 @@ class BackwardLayout:
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
         self.rows = config.rows
         counters = max(chains, 1) * steps
+        (used, rest), (v_used, v_rest) = (used_of(x, config.dim) for x in (dim, v_dim))
         rows, acc = (
             torch.empty(x, device="meta")
-            for x in ((self.pieces * 2, config.rows), (counters * config.rows, config.dim))
+            for x in ((self.pieces * 2, config.rows), (counters * config.rows, used + rest))
         )
         inputs = [like(x) for x in (q, k, v)]
         self.empty = empty_gradients_of(*inputs)
@@ -101,8 +102,8 @@ class BackwardLayout:
             begin_kernel, {**sizes, "D": v_dim}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
         ).bind(self.pieces)
         self.finish = launch_of(
-            finish_kernel, {**sizes, "D": dim}, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device, {},
-            bound=("chain_ptr",), num_warps=4, num_stages=2,
+            finish_kernel, {**sizes, "D": dim, "SENT": used + rest}, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device,
+            {}, bound=("chain_ptr",), num_warps=4, num_stages=2,
         )  # fmt: skip
 
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
@@ -113,11 +114,11 @@ class BackwardLayout:
         }
         described["rows_desc"] = described_rows(rows, [2, config.rows])
         width = WIDTH.value
-        described["acc_desc"] = described_rows(acc, [config.rows * config.dim // width, width], (-1, width))
-        (used, rest), (v_used, v_rest) = (used_of(x, config.dim) for x in (dim, v_dim))
+        described["acc_desc"] = described_rows(acc, [config.rows * (rest or used) // width, width], (-1, width))
         shape = BackwardShape(
-            config.dim, used, rest, v_used, v_rest, config.rows, config.q_stages, config.dout_stages, config.registers
-        )
+            config.dim, used, rest, v_used, v_rest, config.rows, config.joined, config.kept, config.q_stages,
+            config.dout_stages, config.registers,
+        )  # fmt: skip
         constants = {"SHAPE": shape, "CHANGES": self.changed.constant}
         described |= self.changed.described
         launch = launch_of(

@@ -39,9 +39,13 @@ def sent_is_visible():
 
 
 @gluon.jit
-def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: gl.constexpr):
+def sender(
+    sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, HAS_PARTS: gl.constexpr
+):  # fmt: skip
     """Sends dq of every second step of the plan, in the order of its chain; and dv (WHICH 0) or dk (WHICH 1) of every
     item that is not a part.
+
+    dq is sent in BOXES boxes of dq_s, which holds them one after another; what follows them in a buffer is zeros.
     """
     acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads = sends
     start_ptr, work_ptr, entry_ptr = lists
@@ -58,11 +62,13 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
             rank = gl.load(at + ENTRY_RANK)
             wait_for_turn(counter_ptr + place, rank)
             mbarrier.wait(full.index(WHICH), sent & 1)
-            first_row = place * dq_s.shape[1]
-            if rank == 0:
-                async_store(acc_desc, [first_row, 0], dq_s.index(WHICH))
-            else:
-                async_add(acc_desc, [first_row, 0], dq_s.index(WHICH))
+            for box in gl.static_range(BOXES):
+                first_row = (place * BOXES + box) * dq_s.shape[1]
+                source = dq_s.index(WHICH * (dq_s.shape[0] // SENDERS) + box)
+                if rank == 0:
+                    async_store(acc_desc, [first_row, 0], source)
+                else:
+                    async_add(acc_desc, [first_row, 0], source)
             tma.store_wait(0)
             mbarrier.arrive(empty.index(WHICH), count=1)
             sent_is_visible()
@@ -78,11 +84,12 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
 
 
 @gluon.jit
-def hand_over(x, rest, which, target_s, full, empty, parities, REST: gl.constexpr):
-    """Waits for a sender's buffer and gives it a tile: x and, if REST is not 0, as many more channels. Bit `which` of
-    `parities`: whether this sender has received an odd number of tiles before.
+def hand_over(x, rest, which, target_s, full, empty, parities, REST: gl.constexpr, SENT: gl.constexpr):
+    """Waits for the buffers of SENT senders, from `which` on, and gives them a tile: x and, if REST is not 0, as many
+    more channels. Bit `which` of `parities`: whether this sender has received an odd number of tiles before.
     """
-    mbarrier.wait(empty.index(which), ((parities >> which) & 1) ^ 1)
+    for i in gl.static_range(SENT):
+        mbarrier.wait(empty.index(which + i), ((parities >> (which + i)) & 1) ^ 1)
     if x.shape[1] < target_s.shape[1]:
         target_s.slice(0, x.shape[1], dim=1).store(x)
     else:
@@ -90,4 +97,5 @@ def hand_over(x, rest, which, target_s, full, empty, parities, REST: gl.constexp
     if REST > 0:
         target_s.slice(x.shape[1], REST, dim=1).store(rest)
     fence_async_shared()
-    mbarrier.arrive(full.index(which), count=1)
+    for i in gl.static_range(SENT):
+        mbarrier.arrive(full.index(which + i), count=1)

@@ -32,7 +32,7 @@ def in_registers(x):
 @gluon.jit
 def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr):
     """Starts the product acc + x y over the first USED + REST channels; the other channels hold zeros. acc counts as 0
-    unless `use_acc`.
+    unless `use_acc`. x of USED channels alone may be in registers.
 
     A piece begins at a multiple of 64 channels, where a swizzled tile has a new row of shared memory.
     """
@@ -50,18 +50,20 @@ def plus_products(x_s, y_s, acc, use_acc, USED: gl.constexpr, REST: gl.constexpr
 
 @gluon.jit
 def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
-    """dq [ROWS, D] in its order in shared memory and in chains: each thread's numbers in groups of four, the groups of
-    a warp's threads one after another. `rows.in_rows` undoes it.
+    """dq [ROWS, D], or of two steps [2 * ROWS, D], in its order in shared memory and in chains: of each step, each
+    thread's numbers in groups of four, the groups of a warp's threads one after another. `rows.in_rows` undoes it.
 
     A matrix instruction leaves a thread a pair of numbers in every eighth column. Stored by rows, pairs of several rows
-    would share banks of shared memory. Dimensions of the first shape: of rows, warp, half, lane; of columns, warpgroup
-    (if ROWS is 64), eight, lane, number in the pair.
+    would share banks of shared memory. Dimensions of the first shape: of rows, step, warp, half, lane; of columns,
+    warpgroup (if 64 rows are all), eight, lane, number in the pair. Eights come in the order of columns, so that the
+    last ones can be left out.
     """
-    if ROWS == 64:
-        dq = dq.reshape([4, 2, 8, 2, D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
+    COUNT: gl.constexpr = dq.shape[0]
+    if COUNT == 64:
+        dq = dq.reshape([4, 2, 8, 2, D // 16, 4, 2]).permute((3, 4, 0, 2, 5, 1, 6))
     else:
-        dq = dq.reshape([8, 2, 8, D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return dq.reshape([ROWS * D // WIDTH, WIDTH])
+        dq = dq.reshape([COUNT // ROWS, ROWS // 16, 2, 8, D // 8, 4, 2]).permute((0, 4, 1, 3, 5, 2, 6))
+    return dq.reshape([COUNT * D // WIDTH, WIDTH])
 
 
 @gluon.jit

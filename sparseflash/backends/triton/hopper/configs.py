@@ -67,6 +67,8 @@ class BackwardShape:
     V_USED: int  # the same of values
     V_REST: int
     ROWS: int  # queries of a step, 64 or 128
+    JOINED: int  # steps whose dq is one product
+    KEPT: bool  # whether keys and values are in registers, too
     Q_STAGES: int
     DOUT_STAGES: int
     REGISTERS: int
@@ -135,6 +137,8 @@ class BackwardConfig(NamedTuple):
     rows: int  # queries of a step
     q_stages: int  # of queries, rows * dim numbers each
     dout_stages: int
+    joined: int = 1  # steps whose dq is one product
+    kept: bool = False  # whether keys and values are in registers, too
     registers: int = 24  # a thread of the warps that load and send; the rest goes to the warpgroups
     start_registers: int = 168
 
@@ -242,6 +246,12 @@ _MEASURED = {
 _BACKWARD = {
     32: BackwardConfig(32, 128, 2, 2), 64: BackwardConfig(64, 128, 2, 2), 128: BackwardConfig(128, 64, 3, 2),
 }  # fmt: skip
+# From 65 to MOST_JOINED channels, dq of two steps is one product. At D = 96 that takes 1.03 of the time.
+_JOINED = BackwardConfig(128, 64, 2, 2, 2)
+MOST_JOINED = 80
+# At D = 64, steps of 128 queries spill with a soft cap, and take 1.5 to 1.6 times as long as these under Triton 3.6.
+# Beside other score modifications these spill, too.
+_CAPPED = BackwardConfig(64, 64, 4, 4, 2, kept=True)
 WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
 # Channels of dk and dv together, of 64 keys, in the registers of a warpgroup; and with two pieces each, for which
 # ptxas of Triton 3.9 needs more registers.
@@ -330,13 +340,22 @@ def may_be_small(block: tuple[int, int], dims: tuple[int, int], kinds: Collectio
     return block == SMALL and max(dims) <= WIDEST_BACKWARD and {"sink"}.issuperset(kinds)
 
 
-def backward_config_for(head_dim: int, value_dim: int = 0) -> BackwardConfig:
-    """The configuration of the backward for head dims up to WIDEST_BACKWARD.
+def backward_config_for(head_dim: int, value_dim: int = 0, kinds: Collection[str] = ()) -> BackwardConfig:
+    """The configuration of the backward for head dims up to WIDEST_BACKWARD. kinds: of score modifications.
 
     >>> backward_config_for(96).dim, backward_config_for(16, 48).dim
     (128, 64)
+    >>> [backward_config_for(80, kinds=kinds).joined for kinds in ((), ("sink",), ("softcap",))]
+    [2, 2, 1]
+    >>> [backward_config_for(64, kinds=kinds).joined for kinds in ((), ("softcap",), ("softcap", "distance"))]
+    [1, 2, 1]
     """
-    return _BACKWARD[max(32, padded(max(head_dim, value_dim)))]
+    widest = max(head_dim, value_dim)
+    if 64 < widest <= MOST_JOINED and {"sink"}.issuperset(kinds):
+        return _JOINED
+    tiles = max(32, padded(widest))
+    is_capped = "softcap" in kinds and {"softcap", "sink"}.issuperset(kinds)
+    return _CAPPED if tiles == 64 and is_capped else _BACKWARD[tiles]
 
 
 def used_of(dim: int, of_tiles: int) -> tuple[int, int]:

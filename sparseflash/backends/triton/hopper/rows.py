@@ -76,20 +76,16 @@ def begin_kernel(
 @triton.jit
 def in_rows(dq, ROWS: tl.constexpr, D: tl.constexpr):
     """dq [ROWS, D]: undoes `backward.in_thread_order`."""
-    if ROWS == 64:
-        dq = dq.reshape([D // 16, 2, 4, 8, 4, 2, 2]).permute((2, 5, 3, 1, 0, 4, 6))
-    else:
-        dq = dq.reshape([D // 8, 8, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5))
-    return dq.reshape([ROWS, D])
+    return dq.reshape([D // 8, ROWS // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, D])
 
 
 @triton.jit(
     do_not_specialize=["scale", "heads", "q_len", "row_tiles"], do_not_specialize_on_alignment=["chain_ptr"],
 )  # fmt: skip
 def finish_kernel(
-    acc_ptr, chain_ptr,  # fp32 [chains, TILE_ROWS, PADDED_D]; int32 [B * Hq * row_tiles + 1], the first of each tile
+    acc_ptr, chain_ptr,  # fp32 [chains, TILE_ROWS, SENT]; int32 [B * Hq * row_tiles + 1], the first of each tile
     dq_ptr, scale, heads, q_len, row_tiles, dq_strides,
-    D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+    D: tl.constexpr, SENT: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """dq of ROWS queries: the sum of their chains, in order; 0 without a chain."""
     number = tl.program_id(0)
@@ -103,7 +99,7 @@ def finish_kernel(
     first_chain = tl.load(chain_ptr + tile)
     for i in tl.range(0, tl.load(chain_ptr + tile + 1) - first_chain):
         place = (first_chain + i) * STEPS + piece
-        total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * PADDED_D) + at)
+        total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * SENT) + at, mask=at < ROWS * SENT, other=0.0)
     total = in_rows(total, ROWS, PADDED_D)
     first = tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
     target = dq_ptr + first + tl.cast(row, tl.int64)[:, None] * dq_strides[2] + column[None, :]

@@ -179,8 +179,12 @@ def yields(request: Request) -> str | None:
         return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
     if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:
         return f"the work lists of a backward for a mask that is made at every step take {room:.2f} of q's memory"
-    if is_64 and backward and "softcap" in request.changes and triton_version() < (3, 8):
-        return "the portable backward is faster at D = 64 with softcap before Triton 3.8, which spills fewer registers"
+    is_capped = "softcap" in request.changes and not {"softcap", "sink"}.issuperset(request.changes)
+    if is_64 and backward and is_capped and triton_version() < (3, 8):
+        return (
+            "the portable backward is faster at D = 64 with softcap beside another score modification before Triton "
+            "3.8, which spills fewer registers"
+        )
     if request.logarithmic and not backward:
         return "the portable forward is faster with log_decay"
     # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,

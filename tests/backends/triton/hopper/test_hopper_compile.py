@@ -16,6 +16,7 @@ from sparseflash.backends.triton.hopper.configs import (
     tile_for,
     used_of,
 )
+from sparseflash.scores import change
 from tests.compiling.uninterpreted import python
 
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
@@ -117,11 +118,12 @@ def check_forward(dims, features):
 def check_backward(reports, dims, features):
     is_changed = not {"softcap", "alibi"}.isdisjoint(features)
     if max(dims) <= WIDEST_BACKWARD:
-        found, config = reports["backward_kernel"], backward_config_for(*dims)
+        found, config = reports["backward_kernel"], backward_config_for(*dims, kinds_of(features))
         used = [used_of(dim, config.dim) for dim in dims]
         pieces = sum(piece > 0 for each in used for piece in each)
-        assert found["products"] == sum(map(sum, used)) // 16 + pieces * config.rows // 16 + 128 // 16
-        assert sum(found["exponentials"]) >= 128 * config.rows // 256, found
+        of_step = sum(map(sum, used)) // 16 + pieces * config.rows // 16
+        assert found["products"] == config.joined * of_step + 128 // 16
+        assert sum(found["exponentials"]) >= config.joined * 128 * config.rows // 256, found
         assert found["spilled_in_loop"] <= (4 if "softcap" in features else 0), found
     else:
         assert ("wide_dq_kernel" in reports) is not is_changed
@@ -155,6 +157,12 @@ def check_two_kernels(reports, dims, tile):
         assert each["warnings"] == [] and each["shared"] <= MOST_MEMORY[its.programs], each
         assert each["direct"] and not each["two_layouts"] and not each["resident"]
         assert each["weights"] == [0, 0]
+
+
+def kinds_of(features):
+    """The kinds of score modifications among the features of `hopper_compiled`."""
+    kinds = {"alibi": "distance", "table": "relative"} | {x: x for x in ("softcap", "key_bias", *change.PAIRS, "sink")}
+    return {kind for feature, kind in kinds.items() if feature in features}
 
 
 def compiled_by_another(dim, dtype, features):
@@ -191,8 +199,8 @@ def check(dim, dtype, features):
     # or a table from step to step: up to 26 spills with Triton 3.9, 2 with 3.6, at D=128.
     of_learned = 26 if "table" in features else 22 if "key_bias" in features else 6
     few = 4 if "softcap" in features else of_learned if {"learned", "bias", "tile_bias"} & {*features} else 0
+    config = backward_config_for(dim, dim, kinds_of(features))
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward
-    rows = backward_config_for(dim).rows
-    assert backward["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16
+    assert backward["products"] == config.joined * 2 * (dim + config.rows) // 16 + 128 // 16
     # 128 x `rows` scores, 256 threads.
-    assert sum(backward["exponentials"]) >= 128 * rows // 256, backward
+    assert sum(backward["exponentials"]) >= config.joined * 128 * config.rows // 256, backward

@@ -191,13 +191,20 @@ def test_their_backward_serves_few_queries_with_tiles_of_128_in_one_pass():
 
 
 @pytest.mark.parametrize("version, served", [((3, 7), False), ((3, 8), True)])
-def test_a_soft_cap_at_d_64_depends_on_triton_in_the_backward_alone(monkeypatch, version, served):
+def test_a_soft_cap_beside_another_change_at_d_64_depends_on_triton_in_the_backward_alone(
+    monkeypatch, version, served
+):  # fmt: skip
     monkeypatch.setattr(support, "triton_version", lambda: version)
-    asked = HALF._replace(changes=("softcap",))
+    asked = HALF._replace(changes=("softcap", "distance"))
     assert support.yields(asked) is None
-    said = "the portable backward is faster at D = 64 with softcap before Triton 3.8, which spills fewer registers"
+    said = (
+        "the portable backward is faster at D = 64 with softcap beside another score modification before Triton 3.8, "
+        "which spills fewer registers"
+    )
     assert support.yields(asked._replace(backward=True)) == (None if served else said)
     assert support.yields(asked._replace(backward=True, dims=(128, 128))) is None
+    assert support.yields(asked._replace(backward=True, changes=("softcap",))) is None
+    assert support.yields(asked._replace(backward=True, changes=("softcap", "sink"))) is None
 
 
 def test_explain_says_what_they_walk():
