@@ -191,7 +191,7 @@ def test_single_tokens_are_gathered_or_masked(kind, sums):
     layer, x, results = example_of(kind), sequence(150, 1), []
     for few, called in ((0, True), (1e9, False)):
         with (
-            mock.patch.object(attending, "_KEYS", (few, few)),
+            mock.patch.object(attending, "_KEYS", few),
             mock.patch.object(attending, "token_attention", side_effect=attending.token_attention) as gathered,
         ):
             out = layer(x, cu_seqlens=sums)
