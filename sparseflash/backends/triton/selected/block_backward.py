@@ -100,18 +100,24 @@ def _with_queries(
         delta = tl.load(packed_ptr + half + place, mask=place < rows, other=0.0)
     else:
         lse2, delta = tl.load(packed_ptr + place), tl.load(packed_ptr + half + place)
-    scores = tl.dot(k_low, q_low.T, input_precision=PRECISION)
-    if SHAPE.HIGH > 0:
-        scores = tl.dot(k_high, q_high.T, scores, input_precision=PRECISION)
+    if SHAPE.HIGH > 0:  # the smaller product first: see forward_kernel
+        p = tl.dot(k_high, q_high.T, input_precision=PRECISION)
+        p = tl.dot(k_low, q_low.T, p, input_precision=PRECISION)
+    else:
+        p = tl.dot(k_low, q_low.T, input_precision=PRECISION)
     live = None
     if MASKED:
-        live = tl.broadcast_to(is_key[:, None], scores.shape)
+        live = tl.broadcast_to(is_key[:, None], p.shape)
         if SHAPE.CAUSAL:
             live = live & (key[:, None] <= (query + shift)[None, :])
-    _, p = recomputed_weights(scores, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
+    ds = tl.dot(v, dout.T, input_precision=PRECISION)
+    # Always true. If the compiler saw that these products lead to the next ones, it would give each of two groups of
+    # warps all of them, so that both computed the same.
+    if row < rows:
+        _exps, p = recomputed_weights(p, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
+        ds = score_gradients(p, ds, delta[None, :], None)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, dout.T, input_precision=PRECISION)
-    ds = score_gradients(p, dp, delta[None, :], None).to(q_low.dtype)
+    ds = ds.to(q_low.dtype)
     dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
     if SHAPE.HIGH > 0:
         dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)
