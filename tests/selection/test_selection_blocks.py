@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, grouped, selection, testing
+from sparseflash.backends import chosen_blocks
 from sparseflash.backends.chosen_blocks import block_attention
 from sparseflash.backends.triton.selected import block_api, block_lists
 from sparseflash.selection import attending
@@ -16,7 +17,7 @@ from tests.selection.layers import WIDTH, example_of, filled, sequence
 
 few = settings(max_examples=max(1, settings().max_examples // 2))
 HEADS = st.sampled_from(
-    [(1, 1, 1, 1), (2, 2, 2, 2), (1, 4, 4, 2), (1, 6, 2, 1), (1, 4, 2, 2)]
+    [(1, 1, 1, 1), (2, 2, 2, 2), (1, 4, 4, 2), (1, 6, 2, 1), (1, 4, 2, 2), (1, 20, 1, 1)]
 )  # B, Hq, that choose, Hkv
 SPANS = st.sampled_from([16, 32, 128, 256])
 
@@ -112,17 +113,25 @@ def test_equal_inputs_have_equal_bits_however_many_pairs_are_computed_at_once(he
 def test_the_lists_of_blocks_are_in_the_order_of_queries(heads, q_len, blocks, choices, causal, seed):
     index = torch.randint(-1, blocks + 1, (1, heads, q_len, choices), generator=generator(seed))
     k_len = blocks * 16
-    found = block_lists.transposed(index, blocks, 16, k_len, causal)
-    bits, want, ends, chosen = block_lists.slot_bits(choices), [], [], torch.full((heads, q_len, choices), -1)
+    chosen = block_lists.chosen_of(index, blocks, 16, k_len, causal)
+    lists = []
+    for query, row in enumerate(index.transpose(1, 2)[0].tolist()):
+        for h, each in enumerate(row):
+            live = [
+                b for b in dict.fromkeys(each) if 0 <= b < blocks and not (causal and b * 16 > query + k_len - q_len)
+            ]
+            lists.append(live)
+            assert chosen.blocks[h, query].tolist() == live + [-1] * (choices - len(live))
+            assert chosen.counts[h, query] == len(live)
+    found = block_lists.transposed(chosen, blocks)
+    bits, want, ends = block_lists.slot_bits(choices), [], []
     for h in range(heads):
         for block in range(blocks):
-            for query, row in enumerate(index[0, h].tolist()):
-                if block in row and not (causal and block * 16 > query + k_len - q_len):
+            for query, row in enumerate(lists[h::heads]):
+                if block in row:
                     want.append(query << bits | row.index(block))
-                    chosen[h, query, row.index(block)] = block
             ends.append(len(want))
     assert found.entries[: len(want)].tolist() == want and found.ends.tolist() == ends
-    assert torch.equal(found.chosen.long(), chosen)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # of the interpreter
@@ -216,7 +225,7 @@ def test_selected_attention_gathers_for_the_gradients_of_keys(heads, q_len, k_le
         return grouped.selected_attention(q, k, v, index, span=span, causal=causal, return_lse=True, backend="triton")
 
     with (
-        mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered,
+        mock.patch.object(chosen_blocks, "block_attention", side_effect=block_attention) as gathered,
         mock.patch.object(block_api, "_LONGEST", 64),
     ):
         testing.assert_exact(selected, q, k, v, mask)
@@ -231,7 +240,7 @@ def test_autocast_casts_before_it_gathers(wide):
         tensors = [x.float() if autocast and name in wide else x for x, name in zip(given, "qkv")]
         tensors = [x.detach().requires_grad_() for x in tensors]
         with (
-            mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered,
+            mock.patch.object(chosen_blocks, "block_attention", side_effect=block_attention) as gathered,
             torch.autocast("cpu", torch.float16, enabled=autocast),
         ):
             out = grouped.selected_attention(*tensors, index, span=16, backend="triton")
@@ -254,7 +263,7 @@ def test_a_gpu_gathers_for_the_gradients_of_keys(heads, dims, span, dtype):
     def selected(q, k, v):
         return grouped.selected_attention(q, k, v, index, span=span, return_lse=True)
 
-    with mock.patch.object(grouped, "attend", side_effect=grouped.attend) as gathered:
+    with mock.patch.object(chosen_blocks, "block_attention", side_effect=block_attention) as gathered:
         testing.assert_exact(selected, q, k, v, mask)
     assert gathered.called
     results = []

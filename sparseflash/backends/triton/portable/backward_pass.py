@@ -169,24 +169,6 @@ class Backward:
         run_kernel(self.keys, self._combine_keys, given)
         return (dq, dk, dv), delta
 
-    def of_queries(
-        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, lse2, delta)` in half precision, without dk and dv: what other kernels for those need. lse2 and delta
-        are `[B, Hq, row stride]`.
-        """
-        layout, (q, k, v, out, lse, _) = self._layout, saved
-        dq = layout.empty(q)
-        if not layout.as_they_are:
-            q, k, v, dout = layout.operands(q, k, v, dout)
-        lse2, delta = torch.empty_like(layout.some_rows), torch.empty_like(layout.some_rows)
-        given: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
-            "own_rows": (lse2, delta), "dq_ptr": dq, **of_call(lengths),
-        }  # fmt: skip
-        run_kernel(self.queries, self._combine_queries, given)
-        return dq, lse2, delta
-
     def launches(self) -> list[BoundLaunch]:
         kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]
         return [each.launch for each in kernels if each is not None]

@@ -58,12 +58,12 @@ def _keys(k_ptr, offsets, live, SHAPE: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["group", "tiles", "count"])
+@triton.jit(do_not_specialize=["q_len", "group", "blocks", "tiles", "count"])
 def pack_kernel(
-    lse2_ptr, delta_ptr,  # fp32, of each row of queries, as delta_kernel writes them
+    lse2_ptr, delta_ptr,  # fp32 [B, Hq, Nq], as delta_kernel writes them
     entries_ptr, ends_ptr,  # see Transposed
     packed_ptr,  # fp32 [2, entries, GROUP], written
-    group, blocks, tiles, count, strides,  # of the pair, the token, and the head of its group
+    q_len, group, blocks, tiles, count,
     GROUP: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes lse2 and delta in the order of entries: a gather in each step of `block_dkdv_kernel` would take longer."""
@@ -74,7 +74,7 @@ def pack_kernel(
     at, in_group = begin + row // GROUP, row % GROUP
     inside = (at < stop) & (in_group < group)
     query = (tl.load(entries_ptr + at, mask=inside, other=0) >> BITS).to(tl.int64)
-    read = pair * strides[0] + query * strides[1] + in_group * strides[2]
+    read = (pair * group + in_group) * q_len + query
     to = at * GROUP + in_group
     tl.store(packed_ptr + to, tl.load(lse2_ptr + read, mask=inside, other=float("inf")), mask=at < stop)
     to += count.to(tl.int64) * GROUP
