@@ -26,7 +26,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, backend: s
         return False
     if index.numel() << max(0, index.shape[3] - 1).bit_length() >= COUNT:
         return False
-    return torch.compiler.is_compiling() or is_plain_call(q, k, v)
+    return torch.compiler.is_compiling() or is_plain_call(q, k, v, may_be_profiled=True)
 
 
 def block_attention(

@@ -38,8 +38,7 @@ from sparseflash.limits import COUNT, check_count
 _SCRATCH = 2 << 30  # bytes for the parts of a chunk
 _ROWS = 16  # of a tile of the kernels that join parts
 _PACKED = 1024  # rows of a program that packs statistics
-_BY_QUERIES = 16  # heads that share a choice, from which on they fill a tile
-_KEYS, _BY_ROWS = 64, {"num_warps": 4, "num_stages": 2}
+_KEYS = 64  # of a tile of the kernels by queries
 _SPLIT = 16  # heads that share a choice, from which on long lists of a block are cut
 _LONGEST = 16_384  # rows of queries of a part
 
@@ -68,6 +67,18 @@ class Call:
             self.precision, self.far,
         )  # fmt: skip
 
+    def by_queries(self, *, backward: bool) -> bool:
+        """Whether a tile is a query with its group, and not a block with queries that have chosen it: measured on an
+        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone.
+        """
+        if self.span > 64:
+            return self.group >= 16
+        return self.group >= (4 if self.dim <= 64 and not backward else 8)
+
+    def of_queries(self) -> BlockShape:
+        """The constants of the kernels by queries."""
+        return self.shape(max(16, power(self.group, 1)), _KEYS)
+
     def heads_of(self, x: Tensor) -> tuple[int, ...]:
         """The strides of the batch, the head that chooses, the token, and the head of its group."""
         return x.stride(0), x.stride(1) * self.group, x.stride(2), x.stride(1)
@@ -89,6 +100,11 @@ class Call:
         count = pairs * self.blocks
         entries = pairs * self.q_len * self.choices
         return *items_of(lists.ends, first * self.blocks, count, entries, shape.ROWS // shape.GROUP), count
+
+
+def _warps(shape: BlockShape, of_16: int) -> int:
+    """The warps of a tile, from those for 16 rows."""
+    return min(4, of_16 * (shape.ROWS // 16))
 
 
 def _reach(heads: int, *tensors: Tensor) -> int:
@@ -114,12 +130,12 @@ def forward(
         return out.zero_(), lse.fill_(-torch.inf), Chosen(blocks, counts)
     with on_device(q.device):
         chosen = chosen_of(index, of.blocks, span, of.k_len, causal)
-        if of.group >= _BY_QUERIES:
-            shape = of.shape(max(16, power(of.group, 1)), _KEYS)
+        if of.by_queries(backward=False):
+            shape = of.of_queries()
             rows_forward_kernel[(of.pairs * of.q_len,)](
                 q, k, v, *chosen, out, lse, *of.numbers(0)[:7], scale * LOG2E.value,
-                (of.heads_of(q), of.heads_of(out), *strides_of(k, v)), shape, span, of.k_len % span == 0, **_BY_ROWS,
-                **OPTIONS,
+                (of.heads_of(q), of.heads_of(out), *strides_of(k, v)), shape, span, of.k_len % span == 0,
+                num_warps=_warps(shape, 4 if of.dim > 128 else 1), num_stages=2, **OPTIONS,
             )  # fmt: skip
             return out, lse, chosen
         lists, shape = transposed(chosen, of.blocks), of.shape(128, 128)
@@ -156,12 +172,13 @@ def backward(
     scales = scale, scale * LOG2E.value
     with on_device(q.device):
         lists = transposed(chosen, of.blocks)
-        if of.group >= _BY_QUERIES:
-            shape = of.shape(max(16, power(of.group, 1)), _KEYS)
+        if of.by_queries(backward=True):
+            shape = of.of_queries()
             strides = *(of.heads_of(x) for x in (q_, dout, out, written)), *strides_of(k_, v_)
             rows_dq_kernel[(of.pairs * of.q_len,)](
                 q_, k_, v_, dout, out, *chosen, lse, dlse, written, lse2, delta, *of.numbers(0)[:7], *scales, strides,
-                shape, span, of.k_len % span == 0, **_BY_ROWS, **OPTIONS,
+                shape, span, of.k_len % span == 0, num_warps=_warps(shape, 2), num_stages=2 if of.dim > 128 else 3,
+                **OPTIONS,
             )  # fmt: skip
         else:
             tiles = -(-of.q_len // _ROWS)
