@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention, in_one_dtype
-from sparseflash.backends.chosen_rows import attend, gathers
+from sparseflash.backends import chosen_blocks
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
 from sparseflash.merge import with_sink
 from sparseflash.remedies import refuse, without_others
@@ -64,11 +64,12 @@ def selected_attention(
             integers `[S + 1]`. Blocks and `causal` then count within a sequence: each begins with block 0, and a
             query sees keys of its own sequence only. Sequences may begin anywhere.
 
-    The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query
-    of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
-    `masks.selected_keys(index, k_len=Nk, span=span, group=group)`, whose tiles also hold blocks that only a neighbour
-    has chosen. Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device.
-    Gradients are deterministic.
+    The live scores are the same as under `masks.selected_keys(index, k_len=Nk, span=span, group=group)`, whose tiles
+    also hold blocks that only a neighbour has chosen. A tile of the kernels holds one query of a whole group, and reads
+    only the blocks that this query has chosen; with fewer than 16 heads in a group, and for the gradients of keys, it
+    holds the queries that have chosen a block. In fp32, with `scores`, `dropout_p` or `cu_seqlens`, and at head dims
+    above 192, the heads of a group are rows of a mask's tiles, padded with zeros to 16. The host does not wait for the
+    device. Gradients are deterministic.
 
     Raises ValueError if the shapes do not fit together, `span` is not a block size, or `cu_seqlens` on the CPU are no
     running sums (on a GPU they are not read).
@@ -90,7 +91,12 @@ def selected_attention(
     rows = next(block for block in BLOCKS if block >= group)
     from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are not part of the core
 
-    causal = flag(causal, "causal")
+    causal, factor = flag(causal, "causal"), checked_scale(scale, dim)
+    q, k, v = in_one_dtype(q, k, v)
+    is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
+    if is_plain and chosen_blocks.serves(q, k, v, index, span, backend):
+        found = chosen_blocks.block_attention(q, k, v, index, span=span, causal=causal, scale=factor)
+        return found if return_lse else found[0]
     sizes, placed = Sizes(batch, heads, q_len, k_len, q.device), _as_it_is
     stop, tokens = None, None
     if cu_seqlens is not None:
@@ -110,20 +116,10 @@ def selected_attention(
     packed = q.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, Nq, group, D]
     if rows > group:
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))
-    packed, k, v = in_one_dtype(packed.flatten(2, 3), k, v)
-    factor = checked_scale(scale, dim)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(
-            q, k, v, mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
-            backend=backend,
-        )  # fmt: skip
-
-    is_plain = scores is None and dropout_p == 0.0 and cu_seqlens is None
-    if is_plain and mask is not None and gathers(packed, k, v, index, factor, backend):
-        out, lse = attend(packed, k, v, mask, index, group=group, span=span, causal=causal, scale=factor, forward=run)
-    else:
-        out, lse = run(packed, k, v)
+    out, lse = attention(
+        packed.flatten(2, 3), k, v, mask, scale=factor, return_lse=True, dropout_p=dropout_p, seed=seed, scores=changes,
+        backend=backend,
+    )  # fmt: skip
     out, lse = (_by_heads(x.unflatten(2, (q_len, rows)), group) for x in (out, lse))
     if sink is not None:
         out, lse = with_sink(out, lse, sink)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, testing
 from sparseflash.backends import reference
-from sparseflash.backends.triton.selected import api, gradients
+from sparseflash.backends.triton.selected import api, gradients, token_tiles
 from sparseflash.backends.triton.selected.sizes import sizes_of
 from sparseflash.backends.triton.selected.tiles import MOST_DIM, pieces, shape_of, shares_values
 from sparseflash.selected_tokens import token_attention, token_scores
@@ -119,8 +119,7 @@ def test_the_places_of_choices_are_sorted_by_token_then_query(heads, q_len, k_le
     _, _, chosen, _ = api.forward(q, k, v, index, 16, False, 1.0)
     live = live_of(index, 1, k_len, False).flatten(0, 2)
     of = sizes_of(q, k, v, 16, choices, 1.0, backward=True)
-    with mock.patch.object(gradients, "_MOST_QUERIES", queries):
-        chunks = gradients.chunks_of(of, 32, 4)
+    chunks = gradients.chunks_of(of, choices * (4 * 32 + 2 * 4 * heads[2]), queries)
     covered = 0
     for first, pairs, in_chunk in chunks:
         assert first == covered
@@ -141,15 +140,58 @@ def test_the_places_of_choices_are_sorted_by_token_then_query(heads, q_len, k_le
     assert covered == len(live)
 
 
-@pytest.mark.parametrize(("scratch", "queries"), [(1, 1024), (1 << 14, 3), (2 << 30, 4)])
-def test_chunks_of_queries_add_up(scratch, queries):
-    (q, k, v), index = drawn((2, 2, 2), 11, 30, (16, 16), 9, torch.float32, 0)
-    mask = BlockMask.from_dense(live_of(index, 2, 30, True), block=16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("scratch", "queries"), [(1, 1024), (1 << 14, 3), (2 << 30, 4), (200, 1024)])
+def test_chunks_of_queries_add_up(scratch, queries, dtype):
+    (q, k, v), index = drawn((2, 2, 2), 11, 100, (16, 16), 9, dtype, 0)
+    mask = BlockMask.from_dense(live_of(index, 2, 100, True), block=16)
     with mock.patch.object(gradients, "_SCRATCH", scratch), mock.patch.object(gradients, "_MOST_QUERIES", queries):
-        assert len(gradients.chunks_of(sizes_of(q, k, v, 16, 9, 1.0, backward=True), 32, 4)) > 1 or scratch > 1 << 20
+        of = sizes_of(q, k, v, 16, 9, 1.0, backward=True)
+        assert len(gradients.chunks_of(of, 9 * (4 * 32 + 2 * 4 * 2), queries)) > 1 or scratch > 1 << 20
         testing.assert_exact(
             lambda q, k, v: token_attention(q, k, v, index, return_lse=True, backend="triton"), q, k, v, mask
         )
+
+
+@few
+@given(
+    st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 2, 12), (1, 1, 33)]), st.integers(1, 70), st.integers(1, 200),
+    st.sampled_from([(16, 16), (24, 40), (8, 5)]), st.integers(1, 8), st.sampled_from([1, 4]), st.booleans(),
+    st.sampled_from([0, 1000]), SEEDS,
+)  # fmt: skip
+@example((1, 1, 12), 70, 200, (16, 16), 8, 4, True, 1000, 0)
+def test_keys_gather_queries_by_tiles_or_queries_write_rows(
+    heads, q_len, k_len, dims, choices, span, causal, worth, seed
+):
+    (q, k, v), index = drawn(heads, q_len, k_len, dims, choices, torch.float16, seed)
+    index = (index.unsqueeze(-1) // span * span + torch.arange(span)).flatten(3)  # spans of neighbours, as QSA has
+    mask = BlockMask.from_dense(live_of(index, heads[2], k_len, causal), block=16)
+
+    def chosen(q, k, v):
+        return token_attention(q, k, v, index, causal=causal, return_lse=True, backend="triton")
+
+    with (
+        mock.patch.object(gradients, "_WORTH", worth),
+        mock.patch.object(gradients, "_add_tiles", side_effect=gradients._add_tiles) as by_tiles,
+    ):
+        testing.assert_exact(chosen, q, k, v, mask)
+    assert by_tiles.called == (worth > 0)
+
+
+@few
+@given(HEADS, st.integers(1, 90), st.integers(1, 140), st.integers(1, 12), SEEDS)
+def test_the_queries_of_a_tile_are_in_order(heads, q_len, k_len, choices, seed):
+    (q, k, v), index = drawn(heads, q_len, k_len, (16, 16), choices, torch.float16, seed)
+    of = sizes_of(q, k, v, 16, choices, 1.0, backward=True)
+    live, tiles = live_of(index, 1, k_len, False).flatten(0, 1), -(-k_len // token_tiles.TILE)
+    chosen = api.sorted_lists(index, k_len, False)
+    lists = gradients.tiles_of(chosen, of, 0, len(live), q_len)
+    begin = 0
+    for n, rows in enumerate(live):
+        for tile, of_tile in enumerate(rows.split(token_tiles.TILE, 1)):
+            end = int(lists.ends[n * tiles + tile])
+            assert lists.entries[begin:end].tolist() == of_tile.any(1).nonzero().flatten().tolist()
+            begin = end
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
@@ -163,8 +205,9 @@ def test_any_scale(scale):
     testing.assert_exact(chosen, q, k, v, mask, scale=scale)
 
 
-def test_a_token_that_nobody_chose_is_never_read():
-    (q, k, v), index = drawn((1, 1, 2), 5, 20, (16, 16), 9, torch.float32, 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_token_that_nobody_chose_is_never_read(dtype):
+    (q, k, v), index = drawn((1, 1, 2), 5, 20, (16, 16), 9, dtype, 0)
     k[:, :, 7], v[:, :, 7] = torch.nan, torch.inf
     results = gradients_of((q, k, v), index.masked_fill(index == 7, -1))
     assert all(x.isfinite().all() for x in (results[0], *results[2:]))
@@ -356,7 +399,8 @@ def test_tiles_cover_every_head_and_column(dim, v_dim, group, size, kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "dims"), [(1, 128, (576, 512)), (4, 16, (128, 128)), (2, 8, (80, 96)), (1, 64, (192, 128))]
+    ("kv_heads", "group", "dims"),
+    [(1, 128, (576, 512)), (4, 16, (128, 128)), (2, 8, (80, 96)), (1, 64, (192, 128)), (2, 12, (256, 256))],
 )
 def test_attention_to_chosen_tokens_is_exact_on_the_gpu(dtype, kv_heads, group, dims):
     if dtype == torch.float32 and max(dims) > 256:
@@ -372,6 +416,29 @@ def test_attention_to_chosen_tokens_is_exact_on_the_gpu(dtype, kv_heads, group, 
         return token_attention(q, k, v, index, return_lse=True)
 
     testing.assert_exact(chosen, q, k, v, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dims", "group"), [((256, 256), 12), ((64, 64), 1), ((128, 128), 16)])
+def test_gradients_by_tiles_of_tokens_have_equal_bits_on_the_gpu(dims, group):
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, heads, 3000, dim, generator=g, device="cuda").bfloat16()
+        for heads, dim in ((2 * group, dims[0]), (2, dims[0]), (2, dims[1]), (2 * group, dims[1]))
+    )
+    index = torch.rand(1, 2, 3000, 750, generator=g, device="cuda").topk(100).indices.sort(-1).values
+    index = (index.unsqueeze(-1) * 4 + torch.arange(4, device="cuda")).flatten(3).int()
+    given = [x.requires_grad_() for x in (q, k, v)]
+    out = token_attention(*given, index)
+    found = []
+    with mock.patch.object(gradients, "_add_tiles", side_effect=gradients._add_tiles) as by_tiles:
+        for _ in range(10):
+            found.append(torch.autograd.grad(out, given, dout, retain_graph=True))
+    assert by_tiles.call_count == 10
+    assert all(map(torch.equal, found[0], each) for each in found)
+    with mock.patch.object(gradients, "_WORTH", 0):
+        rows = torch.autograd.grad(out, given, dout)
+    assert all((x - y).abs().max() <= 2**-6 * y.abs().max() for x, y in zip(found[0], rows))
 
 
 @pytest.mark.gpu

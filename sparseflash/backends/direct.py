@@ -110,14 +110,17 @@ def differentiably(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensor
     return out, lse
 
 
-def is_plain_call(*tensors: Tensor) -> bool:
-    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms it."""
+def is_plain_call(*tensors: Tensor, may_be_profiled: bool = False) -> bool:
+    """Whether an operator on these tensors is a plain call: nothing compiles, traces, profiles or transforms it.
+
+    may_be_profiled: for a choice of kernels, which must not differ while they are profiled.
+    """
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._is_tracing()
-        and not torch._C._autograd._profiler_enabled()
+        and (may_be_profiled or not torch._C._autograd._profiler_enabled())
         and torch._C._functorch.peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and (not tensors or are_plain(*tensors))

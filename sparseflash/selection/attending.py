@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention, in_one_dtype
-from sparseflash.backends.chosen_blocks import block_attention
+from sparseflash.backends.chosen_blocks import block_attention, serves
 from sparseflash.decode import Backend as Decoder
 from sparseflash.decode import attention_with_cache
 from sparseflash.grouped import selected_attention
@@ -19,10 +19,10 @@ from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
 _ROWS = 16  # with so many heads a group, tiles of one query waste nothing
-# The keys for each gathered token and head of a group from which on gathering is faster than a mask, in a forward alone
-# and with gradients. On an H200, gathering takes 66 and 483 ms and a mask 102 and 451 ms at D = 256 with 12 heads a
-# group, 64K tokens and 2,052 chosen ones.
-_KEYS = 245, 410
+# The keys for each gathered token and head of a group from which on gathering is faster than a mask. On an H200, a
+# forward that gathers takes 66 ms and one with a mask 102 ms at D = 256 with 12 heads a group, 64K tokens and 2,052
+# chosen ones.
+_KEYS = 245
 _FEW = 2  # a query's share of the keys, inverted, from which on its blocks are few
 
 
@@ -53,7 +53,7 @@ def over_chosen(
     q, k, v = in_one_dtype(q, k[:, :, : frame.k_len], v[:, :, : frame.k_len])
     if of_keys.shape[1] == kv_heads and heads // kv_heads >= _ROWS and 16 <= span <= 256:
         return selected_attention(q, k, v, of_keys, span=span, scale=how.scale, backend=how.backend)
-    if how.backend in (None, "triton") and _gathers(q, k, v, of_keys, span, how):
+    if k.shape[2] >= _FEW * index.shape[3] * span and serves(q, k, v, of_keys, span, how.backend):
         scale = q.shape[3] ** -0.5 if how.scale is None else how.scale
         return block_attention(q, k, v, of_keys, span=span, causal=True, scale=scale)[0]
     if of_keys.shape[1] == kv_heads and span < 16 and how.decodes and _are_few(q, k, index, span):
@@ -69,17 +69,7 @@ def over_chosen(
 
 def _are_few(q: Tensor, k: Tensor, index: Tensor, span: int) -> bool:
     """Whether a query's single tokens are so few that they are gathered; with a mask nearly all keys are multiplied."""
-    wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-    return k.shape[2] * (q.shape[1] // k.shape[1]) > _KEYS[wanted] * index.shape[3] * span
-
-
-def _gathers(q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, how: How) -> bool:
-    """Whether kernels that gather the queries of a block are faster than a mask."""
-    if q.device.type != "cuda" and how.backend is None:
-        return False
-    if q.shape[1] // index.shape[1] >= _ROWS or k.shape[2] < _FEW * index.shape[3] * span:
-        return False
-    return span >= 16 and q.dtype in (torch.float16, torch.bfloat16) and max(q.shape[3], v.shape[3]) <= 128
+    return k.shape[2] * (q.shape[1] // k.shape[1]) > _KEYS * index.shape[3] * span
 
 
 def over_latent(

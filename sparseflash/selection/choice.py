@@ -69,9 +69,11 @@ def _pooled(weights: Tensor, pool: Pool) -> Tensor:
     return weights.unfold(-1, width, pool.parts) @ share
 
 
-def held(q: Tensor, k: Tensor) -> int:
+def held(q: Tensor, k: Tensor, pool: Pool | None = None) -> int:
     """Scores that `summed` has in memory for a query."""
-    return q.shape[0] * max(1, k.shape[2]) * (k.shape[1] if _sums(q, k) else q.shape[1])
+    if not _sums(q, k):
+        return q.shape[0] * q.shape[1] * max(1, k.shape[2])
+    return k.shape[0] * k.shape[1] * (k.shape[2] if pool is None else pool.blocks)
 
 
 def by_operations(

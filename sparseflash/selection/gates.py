@@ -18,7 +18,8 @@ def gated_sum(logits: Tensor, *parts: Tensor) -> Tensor:
     logits: `[B, N, 3 * H]`. On a GPU each tensor is read and written once, instead of twelve times in a forward.
     """
     of_one_dtype = logits.dtype in fused.DTYPES and all(x.dtype == logits.dtype for x in parts)
-    if of_one_dtype and logits.numel() and fused.serves(logits, 1, 1) and is_plain_call(logits, *parts):
+    is_plain = is_plain_call(logits, *parts, may_be_profiled=True)
+    if of_one_dtype and logits.numel() and fused.serves(logits, 1, 1) and is_plain:
         found: Tensor = _GatedSum.apply(logits, *parts)  # type: ignore[no-untyped-call]
         return found
     gates = torch.sigmoid(logits).unflatten(2, (3, -1)).permute(2, 0, 3, 1).unsqueeze(-1)  # [3, B, H, N, 1]

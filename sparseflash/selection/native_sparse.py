@@ -125,7 +125,7 @@ class NativeSparseAttention(SelectionLayer):
         return best_blocks(
             lambda rows: summed(q, k_blocks, lse, compressed, rows, scale=scale, pool=pool),
             candidates_of(frame, self.block), blocks=blocks, k=self.chosen, first=self.first, last=self.last,
-            per_row=held(q, k_blocks),
+            per_row=held(q, k_blocks, pool),
         )  # fmt: skip
 
     def _compressed(self, x: Tensor, which: int) -> Tensor:

@@ -28,7 +28,7 @@ _LIBRARY = {
     "decode_checks.py": "backends/cached.py blockmask validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
-    "grouped.py": "attention.py backends/chosen_rows.py blockmask masks/block_index.py merge.py scores validation.py",
+    "grouped.py": "attention.py backends/chosen_blocks.py blockmask masks/block_index.py merge.py scores validation.py",
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
@@ -62,7 +62,6 @@ _LIBRARY = {
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
     "backends/chosen_blocks.py": "backends backends/selected.py backends/triton/selected",
-    "backends/chosen_rows.py": "backends backends/triton backends/triton/selected blockmask",
     "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
     "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "

@@ -130,6 +130,16 @@ def test_gated_sums_and_their_gradients_are_those_of_operations(heads, rows, dim
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_profiler_sees_the_kernel_of_gated_sums():
+    logits, *parts = torch.randn(1, 3, 6), *torch.randn(3, 1, 2, 3, 16)
+    with (
+        by("kernels"), mock.patch.object(gates, "forward", side_effect=gates.forward) as forward,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+    ):  # fmt: skip
+        gated_sum(logits, *parts)
+    assert forward.called
+
+
 @pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind, sums):

@@ -24,13 +24,13 @@ from sparseflash.blockmask.cache import BoundedDict, mask_cache
 from sparseflash.scores.change import Change, Scores
 
 if TYPE_CHECKING:
-    from sparseflash.backends.triton.portable.dynamic_forward import DynamicForward
+    from sparseflash.backends.triton.portable.dynamic_call import DynamicBackward, DynamicCall, Rows
     from sparseflash.backends.triton.prepared_call import PreparedCall
 
 _MOST = 64  # per mask; a program with more layouts would not gain from the cache
 _HALF = (torch.float16, torch.bfloat16)
 _dense_calls = BoundedDict(_MOST)
-_dynamic_calls = BoundedDict(_MOST)  # of all dynamic masks: see `DynamicForward`
+_dynamic_calls = BoundedDict(_MOST)  # of all dynamic masks: see `DynamicCall`
 
 # A plain tuple is the fastest.
 Place = tuple[BoundedDict, Any]
@@ -41,8 +41,7 @@ def place_of(
 ) -> Place | None:
     """Where a call is or will be cached; None unless it is a plain call in half precision, without autocast.
 
-    Not for fp32, whose arithmetic depends on a PyTorch setting, gradients through dynamic masks, which are new at every
-    step, and invalid arguments, which the checks then report.
+    Not for fp32, whose arithmetic depends on a PyTorch setting, and invalid arguments, which the checks then report.
     """
     if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call()):
         return None
@@ -59,7 +58,10 @@ def place_of(
     elif type(mask) is not BlockMask:
         return None
     elif mask.dynamic:
-        return _place_of_dynamic(layouts, q, k, v, mask, scale, kernels)
+        calls, lengths = _dynamic_calls, None
+        layouts = layouts, _layouts_of(mask)
+        if layouts[1] is None:
+            return None
     else:
         cache = mask_cache(mask.indices)
         found = cache.get("calls")
@@ -73,15 +75,12 @@ def place_of(
     return calls, key
 
 
-def _place_of_dynamic(
-    layouts: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float | None, kernels: str
-) -> Place | None:
+def _layouts_of(mask: BlockMask) -> Any:
+    """Everything that the kernels of a dynamic mask depend on besides its values; None for a mask with lengths."""
     if mask.lengths is not None:
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
     arrays = native.module().layouts(mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)
-    return None if arrays is None else (_dynamic_calls, (layouts, arrays, mask._numbers(), scale, kernels))
+    return None if arrays is None else (arrays, *mask._numbers())
 
 
 class Run:
@@ -133,6 +132,55 @@ class Run:
         return run.operator_backward(dout, dlse, saved, seed, *tensors)
 
 
+class DynamicRun:
+    """A call with a dynamic mask; see `direct.Differentiable`."""
+
+    seed: Tensor | None = None
+
+    def __init__(self, call: DynamicCall, mask: BlockMask) -> None:
+        self._call, self._mask = call, mask
+        self._rows: Rows | None = None  # of the forward
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, None]:
+        out, lse, self._rows = self._call.forward(q, k, v, self._mask)
+        return out, lse, None
+
+    def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
+        q, k, v, out, lse, *_ = saved
+        key = native.module().layouts(dout, q, k, v, out, lse)
+        made: DynamicBackward | None = None if key is None else self._call.backwards.get(key)
+        if made is None or self._rows is None:
+            return None
+        return None, *made(dout, Saved(q, k, v, out, lse, None), self._mask, self._rows)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """By a plan; the next mask needs none."""
+        from sparseflash.backends.triton import api
+        from sparseflash.backends.triton.prepared_call import as_kernels_read, prepared
+
+        problem = self._problem(saved.q)
+        dq, dk, dv = api.attention.direct_backward(dout, dlse, saved, problem)
+        read = as_kernels_read(dout, dlse, saved)
+        if dlse is None and read[0] is dout and read[2] is saved:  # nothing has to be copied
+            key = native.module().layouts(dout, *saved[:5])
+            if key is not None:
+                made = prepared(*saved[:3], problem).backward_pass(*saved[:4], dout, dlse=False)
+                self._call.learn(key, made, saved.k.shape[1], self._mask)
+        return dq, dk, dv
+
+    def operator_backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from sparseflash.backends.triton import api
+
+        return api.attention.backward(dout, dlse, saved, self._problem(saved.q))
+
+    def _problem(self, q: Tensor) -> Problem:
+        return Problem.of(self._mask, scale=self._call.scale, batch=q.shape[0], kernels=self._call.kernels)
+
+
 def repeated(
     place: Place, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scores: Scores | Change | None
 ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
@@ -142,8 +190,10 @@ def repeated(
     """
     calls, key = place
     if calls is _dynamic_calls:
-        forward: DynamicForward | None = calls.get(key) if scores is None else None
-        return None if forward is None or mask is None else forward(q, k, v, mask)
+        made: DynamicCall | None = calls.get(key) if scores is None else None
+        if made is None or mask is None or not made.serves(mask):
+            return None
+        return call_directly(DynamicRun(made, mask), q, k, v, have_memory=True)
     if scores is None:
         call: PreparedCall | None = calls.get(key)
         return None if call is None else call_directly(Run(call, mask), q, k, v, have_memory=True)
@@ -189,7 +239,7 @@ def _first_of_dynamic(
 ) -> tuple[Tensor, Tensor]:
     """Plans this mask, and prepares the forward of others."""
     from sparseflash.backends.triton import api
-    from sparseflash.backends.triton.portable.dynamic_forward import dynamic_forward
+    from sparseflash.backends.triton.portable.dynamic_call import dynamic_call
     from sparseflash.backends.triton.prepared_call import prepared
 
     api.check_gradients(q, k, v, problem, changes)
@@ -198,7 +248,7 @@ def _first_of_dynamic(
     found = api.attention(q, k, v, problem)
     if key not in _dynamic_calls:
         call = prepared(q, k, v, problem)
-        made = None if call.forward is None else dynamic_forward(call.forward, call.setting, mask)
+        made = dynamic_call(call.forward, call.setting, mask, problem.kernels)
         if made is not None:
             _dynamic_calls.put(key, made)
     return found

@@ -7,11 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import call_cache
-from sparseflash.backends.triton.portable.dynamic_forward import DynamicForward
+from sparseflash.backends.triton.portable.dynamic_call import DynamicCall
 from sparseflash.backends.triton.schedule import plan as planning
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
 
@@ -38,6 +40,10 @@ def chosen(seed, heads=2, tokens=TOKENS, device="cpu", **options):
 
 def run(q, k, v, mask, **options):
     return attention(q, k, v, mask, backend="triton", return_lse=True, **options)
+
+
+def attend(q, k, v, mask):
+    return attention(q, k, v, mask, return_lse=True)
 
 
 def planned(q, k, v, mask, **options):
@@ -88,22 +94,74 @@ def test_a_mask_that_is_attended_again_is_planned_for_later_calls():
         assert_equal(each, planned(*tensors(seed), chosen(1)))
 
 
-def test_gradients_lengths_and_score_modifications_take_the_longer_way():
+def differentiated(q, k, v, mask, dout, dlse=None, call=run, **options):
+    """`(out, lse, dq, dk, dv)`."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    results = call(*leaves, mask, **options)
+    given = (dout,) if dlse is None else (dout, dlse)
+    return *results, *torch.autograd.grad(results[: len(given)], leaves, given, retain_graph=True)
+
+
+def test_training_needs_no_plans_from_the_third_mask_on():
+    q, k, v = tensors()
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    for seed, needed in enumerate((1, 1, 0, 0)):  # of the second mask the backward, which is then known
+        with served() as plans:
+            got = differentiated(q, k, v, chosen(seed), dout)
+        assert plans.call_count == needed
+        assert_equal(got, differentiated(q, k, v, chosen(seed), dout, call=planned))
+
+
+@settings(max_examples=max(1, settings().max_examples // 3))
+@given(
+    dynamic_problems(most_tokens=70, most_heads=4, head_dims=(16, 24), blocks=(16, 32), dtypes=(torch.float16,)),
+    st.booleans(),
+)
+def test_gradients_have_the_bits_of_plans(problem, through_lse):
+    clear_caches()
+    q, k, v, dout, dlse = problem.tensors()
+    dlse = dlse if through_lse else None
+    want = differentiated(q, k, v, problem.mask, dout, dlse, call=planned, scale=problem.scale)
+    for _ in range(4):
+        mask = dataclasses.replace(problem.mask, indices=problem.mask.indices.clone())
+        assert_equal(differentiated(q, k, v, mask, dout, dlse, scale=problem.scale), want)
+
+
+def test_other_gradients_take_the_longer_way():
+    q, k, v = tensors()
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
+    for seed in range(3):
+        differentiated(q, k, v, chosen(seed), dout)
+    want = [differentiated(q, k, v, chosen(5), x, call=planned)[2:] for x in (dout, 2 * dout)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, _ = run(*leaves, chosen(5))
+    for _ in range(2):  # the graph is kept
+        assert_equal(torch.autograd.grad(out, leaves, dout, retain_graph=True), want[0])
+    inside = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_equal(torch.autograd.grad(out, leaves, inside, retain_graph=True), want[0])
+    several = torch.autograd.grad(out, leaves, torch.stack([dout, 2 * dout]), is_grads_batched=True, retain_graph=True)
+    for each, *of_gradients in zip(several, *want, strict=True):
+        torch.testing.assert_close(each, torch.stack(of_gradients), rtol=2e-3, atol=2e-3)
+    (first, *_) = torch.autograd.grad(out, leaves, dout, create_graph=True)
+    with pytest.raises((NotImplementedError, RuntimeError), match="gradients of"):
+        torch.autograd.grad(first.sum(), leaves)
+    again = torch.utils.checkpoint.checkpoint(lambda *x: run(*x, chosen(5))[0], *leaves, use_reentrant=False)
+    assert_equal(torch.autograd.grad(again, leaves, dout), want[0])
+
+
+def test_lengths_and_score_modifications_take_the_longer_way():
     q, k, v = tensors()
     run(q, k, v, chosen(0))
-    with mock.patch.object(DynamicForward, "__call__", side_effect=AssertionError("served")):
+    with mock.patch.object(DynamicCall, "serves", side_effect=AssertionError("served")):
         with pytest.raises(AssertionError, match="served"):
             run(q, k, v, chosen(1))
-        wanted = q.clone().requires_grad_()
-        out, _ = run(wanted, k, v, chosen(1))
-        assert torch.autograd.grad(out.sum(), wanted)[0].any()
         run(q, k, v, chosen(1).with_lengths([40]))
         slopes = torch.ones(2, requires_grad=True)
         assert run(q, k, v, chosen(1), scores=scores.alibi(slopes))[0].requires_grad
         run(q.float(), k.float(), v.float(), chosen(1))
         attention(q, k, v, chosen(1), backend="triton", dropout_p=0.5, seed=1)
         with torch.no_grad(), pytest.raises(AssertionError, match="served"):
-            run(wanted, k, v, chosen(1))
+            run(q.clone().requires_grad_(), k, v, chosen(1))
 
 
 def test_other_layouts_have_forwards_of_their_own():
@@ -162,6 +220,12 @@ def test_on_a_gpu_the_bits_are_those_of_a_plan(tokens):
         got = attention(q, k, v, mask, return_lse=True)
         with mock.patch.object(call_cache, "place_of", return_value=None):
             want = attention(q, k, v, chosen(seed, tokens=tokens, device="cuda"), return_lse=True)
+        assert_equal(got, want)
+        dout = torch.randn_like(q)
+        for _ in range(3):
+            got = differentiated(q, k, v, chosen(seed, tokens=tokens, device="cuda"), dout, call=attend)
+        with mock.patch.object(call_cache, "place_of", return_value=None):
+            want = differentiated(q, k, v, chosen(seed, tokens=tokens, device="cuda"), dout, call=attend)
         assert_equal(got, want)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparseflash.backends.triton.hopper.configs import SMALL, is_common
+from sparseflash.backends.triton.hopper.configs import SMALL, WIDEST_BACKWARD, is_common
 
 
 class Limits(NamedTuple):
@@ -28,6 +28,7 @@ class Limits(NamedTuple):
     backward_dim: int = 32
     forward_queries_other: int = 512  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
+    backward_queries_dynamic_wide: int = 2048  # the same above head dim 128, where their forward is slower
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
     backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
     backward_queries_small: int = 16_384  # in tiles of 64
@@ -42,7 +43,8 @@ class Limits(NamedTuple):
     ) -> int:  # fmt: skip
         """These kernels are chosen from this number of queries a head on. filled: small blocks in tiles of 128."""
         if backward and dynamic:
-            return self.backward_queries_dynamic
+            is_wide = max(dims) > WIDEST_BACKWARD
+            return self.backward_queries_dynamic_wide if is_wide else self.backward_queries_dynamic
         if backward and filled:
             return self.backward_queries_filled_64 if dims[0] == 64 else self.backward_queries
         if backward:

@@ -74,12 +74,28 @@ class BackwardLayout(Layout):
             {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed,
         )  # fmt: skip
 
+    def given(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor], dict[str, Any]]:
+        """The gradients, lse2 and delta, all empty, and what a call gives the kernels, by name."""
+        q, k, v, out, lse, _ = saved
+        dq, dk, dv = self.empty(q), self.empty(k), self.empty(v)
+        if not self.as_they_are:
+            q, k, v, dout = self.operands(q, k, v, dout)
+        lse2, delta = torch.empty_like(self.some_rows), torch.empty_like(self.some_rows)  # faster than `unbind`
+        given: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
+            "own_rows": (lse2, delta), "lse2": lse2, "delta_ptr": delta, "delta": delta, "dq_ptr": dq, "dk_ptr": dk,
+            "dv_ptr": dv,
+        }  # fmt: skip
+        return (dq, dk, dv), (lse2, delta), given
+
 
 class Backward:
     """Computes the gradients of q, k and v."""
 
     def __init__(self, layout: BackwardLayout, plan: Plan) -> None:
-        self._layout = layout
+        self.layout = layout
         self.means = None if layout.means is None else layout.means.bind(plan)
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
         self._planned = [] if layout.changed is None else [kind.planned(plan) for kind in layout.changed.all]
@@ -88,20 +104,29 @@ class Backward:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
         self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
-        self._kernels: LaunchSequence | None = None
+        # Both kernels, if nothing comes between them.
+        self.kernels: LaunchSequence | None = None
         if self.means is None and self._combine_queries is None and self._combine_keys is None:
-            self._kernels = LaunchSequence(self.queries.launch, self.keys.launch)
+            self.kernels = LaunchSequence(self.queries.launch, self.keys.launch)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._run(dout, dlse, saved, lengths, dropout)[0]
+        if self.kernels is None:
+            return self._run(dout, dlse, saved, lengths, dropout)[0]
+        gradients, _, given = self.layout.given(dout, dlse, saved)  # a fast path for the shortest calls
+        if lengths is not None or dropout is not None:
+            given |= of_call(lengths, dropout)
+        wait_for(self.queries.work.ready, self.keys.work.ready)
+        self.kernels(given)
+        return gradients
 
     def with_learned(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
-        layout = self._layout
+        """`((dq, dk, dv), gradients of the tensors of the score modifications)`."""
+        layout = self.layout
         if layout.changed is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
         if not layout.learns:
@@ -120,23 +145,15 @@ class Backward:
         changes: Scores | None = None, sums: Sums | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and delta `[B, Hq, row stride]`."""
-        layout, (q, k, v, out, lse, kept) = self._layout, saved
-        dq, dk, dv = layout.empty(q), layout.empty(k), layout.empty(v)
-        if not layout.as_they_are:
-            q, k, v, dout = layout.operands(q, k, v, dout)
-        lse2, delta = torch.empty_like(layout.some_rows), torch.empty_like(layout.some_rows)  # faster than `unbind`
-        given: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
-            "own_rows": (lse2, delta), "lse2": lse2, "delta_ptr": delta, "delta": delta, "dq_ptr": dq, "dk_ptr": dk,
-            "dv_ptr": dv,
-        }  # fmt: skip
+        (dq, dk, dv), (lse2, delta), given = self.layout.given(dout, dlse, saved)
+        layout, kept = self.layout, saved.kept
         if lengths is not None or dropout is not None:
             given |= of_call(lengths, dropout)
         if changes is not None and layout.changed is not None:
             given |= layout.changed.tensors(changes, dq.device)
-        if self._kernels is not None and sums is None:
+        if self.kernels is not None and sums is None:
             wait_for(self.queries.work.ready, self.keys.work.ready)
-            self._kernels(given)
+            self.kernels(given)
             return (dq, dk, dv), delta
         if self.means is not None and kept is not None:
             (maximum, inverse), own_inverse = kept.unbind(), lse2
@@ -151,24 +168,6 @@ class Backward:
             given |= sums.of_keys()
         run_kernel(self.keys, self._combine_keys, given)
         return (dq, dk, dv), delta
-
-    def of_queries(
-        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, lse2, delta)` in half precision, without dk and dv: what other kernels for those need. lse2 and delta
-        are `[B, Hq, row stride]`.
-        """
-        layout, (q, k, v, out, lse, _) = self._layout, saved
-        dq = layout.empty(q)
-        if not layout.as_they_are:
-            q, k, v, dout = layout.operands(q, k, v, dout)
-        lse2, delta = torch.empty_like(layout.some_rows), torch.empty_like(layout.some_rows)
-        given: dict[str, Any] = {
-            "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
-            "own_rows": (lse2, delta), "dq_ptr": dq, **of_call(lengths),
-        }  # fmt: skip
-        run_kernel(self.queries, self._combine_queries, given)
-        return dq, lse2, delta
 
     def launches(self) -> list[BoundLaunch]:
         kernels = [self.means, self.queries, self.keys, self._combine_means, self._combine_queries, self._combine_keys]

@@ -73,7 +73,13 @@ def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
 def columns_full_first(
     indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, blocks: tuple[int, int], tiling: Tiling
 ) -> TileLists:
-    """`full_first` of `csr.columns_of` in one launch, with a program for every few columns of a pattern.
+    """`full_first` of `csr.columns_of` in one launch."""
+    of = columns_listed(indptr, index, tile, blocks, tiling)
+    return TileLists(of.start, of.full, of.count, of.index, of.tile, words, tiling)
+
+
+def columns_listed(indptr: Tensor, index: Tensor, tile: Tensor, blocks: tuple[int, int], tiling: Tiling) -> Listed:
+    """The lists of `columns_full_first`, with a program for every few columns of a pattern.
 
     blocks: the numbers of block rows and columns. A binary search finds how many entries of a row come before a column;
     the sum over all rows is the start of the column's list.
@@ -82,12 +88,12 @@ def columns_full_first(
     lists, room = (len(indptr) - 1) // rows * columns, len(index) + 1
     programs = lists // columns * -(-columns // _COLUMNS)
     start, full, count = torch.empty(3, lists, dtype=torch.int32, device=device).unbind()
-    listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    found, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     _searching(device).start(
-        programs, indptr, index, tile, start, full, count, listed, kinds, rows, columns, room, -(-room // programs),
+        programs, indptr, index, tile, start, full, count, found, kinds, rows, columns, room, -(-room // programs),
         _ROWS, _COLUMNS,
     )  # fmt: skip
-    return TileLists(start, full, count, listed, kinds, words, tiling)
+    return Listed(start, full, count, found, kinds, tiling)
 
 
 def work_in_start_order(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,23 @@ from sparseflash.backends.triton.selected.block_backward import (
     sum_kernel,
 )
 from sparseflash.backends.triton.selected.block_forward import BlockShape, block_forward_kernel, join_kernel
-from sparseflash.backends.triton.selected.block_lists import Transposed, items_of, slot_bits, transposed
+from sparseflash.backends.triton.selected.block_lists import (
+    Chosen,
+    Transposed,
+    chosen_of,
+    items_of,
+    slot_bits,
+    transposed,
+)
+from sparseflash.backends.triton.selected.block_rows import rows_dq_kernel, rows_forward_kernel
 from sparseflash.backends.triton.selected.sizes import readable, strides_of
 from sparseflash.backends.triton.selected.tiles import pieces, power
 from sparseflash.limits import COUNT, check_count
 
 _SCRATCH = 2 << 30  # bytes for the parts of a chunk
-_ROWS = 64  # of a tile of the kernels that join parts
+_ROWS = 16  # of a tile of the kernels that join parts
 _PACKED = 1024  # rows of a program that packs statistics
+_KEYS = 64  # of a tile of the kernels by queries
 _SPLIT = 16  # heads that share a choice, from which on long lists of a block are cut
 _LONGEST = 16_384  # rows of queries of a part
 
@@ -59,6 +67,18 @@ class Call:
             self.precision, self.far,
         )  # fmt: skip
 
+    def by_queries(self, *, backward: bool) -> bool:
+        """Whether a tile is a query with its group, and not a block with queries that have chosen it: measured on an
+        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone.
+        """
+        if self.span > 64:
+            return self.group >= 16
+        return self.group >= (4 if self.dim <= 64 and not backward else 8)
+
+    def of_queries(self) -> BlockShape:
+        """The constants of the kernels by queries."""
+        return self.shape(max(16, power(self.group, 1)), _KEYS)
+
     def heads_of(self, x: Tensor) -> tuple[int, ...]:
         """The strides of the batch, the head that chooses, the token, and the head of its group."""
         return x.stride(0), x.stride(1) * self.group, x.stride(2), x.stride(1)
@@ -82,6 +102,11 @@ class Call:
         return *items_of(lists.ends, first * self.blocks, count, entries, shape.ROWS // shape.GROUP), count
 
 
+def _warps(shape: BlockShape, of_16: int) -> int:
+    """The warps of a tile, from those for 16 rows."""
+    return min(4, of_16 * (shape.ROWS // 16))
+
+
 def _reach(heads: int, *tensors: Tensor) -> int:
     """Past the largest offset of a token from the first of its group, in tensors `[B, Hq, Nq, D]`."""
     return max(x.shape[2] * x.stride(2) + (x.shape[1] // heads - 1) * x.stride(1) for x in tensors)
@@ -89,118 +114,116 @@ def _reach(heads: int, *tensors: Tensor) -> int:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, span: int, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Transposed]:
+) -> tuple[Tensor, Tensor, Chosen]:
     """`(out, lse, lists)`."""
     check_runs(q, INTERPRETED)
     out, lse = empty_out(q, v), empty_lse(q)
     q, k, v = readable(q), readable(k), readable(v)
     of = Call(q.shape, k, v, index.shape[1], index.shape[3], span, causal, _reach(index.shape[1], q))
     check_count(
-        "batch x heads that choose x queries x blocks of each",
-        of.batch,
-        of.heads,
-        of.q_len,
-        1 << slot_bits(of.choices),
+        "batch x heads that choose x queries x blocks of each", of.pairs, of.q_len, 1 << slot_bits(of.choices),
         remedy="Split the batch.",
-    )
+    )  # fmt: skip
     if out.numel() == 0 or k.numel() == 0 or of.choices == 0:
-        lists = Transposed(
-            *(
-                index.new_zeros(size, dtype=torch.int32)
-                for size in (index.numel(), of.pairs * of.blocks, (of.pairs, of.q_len, of.choices))
-            )
-        )
-        return out.zero_(), lse.fill_(-torch.inf), lists
+        sizes = (of.pairs, of.q_len, of.choices), (of.pairs, of.q_len)
+        blocks, counts = (index.new_zeros(size, dtype=torch.int32) for size in sizes)
+        return out.zero_(), lse.fill_(-torch.inf), Chosen(blocks, counts)
     with on_device(q.device):
-        lists = transposed(index, of.blocks, span, of.k_len, causal)
-        shape = of.shape(128, 128)
+        chosen = chosen_of(index, of.blocks, span, of.k_len, causal)
+        if of.by_queries(backward=False):
+            shape = of.of_queries()
+            rows_forward_kernel[(of.pairs * of.q_len,)](
+                q, k, v, *chosen, out, lse, *of.numbers(0)[:7], scale * LOG2E.value,
+                (of.heads_of(q), of.heads_of(out), *strides_of(k, v)), shape, span, of.k_len % span == 0,
+                num_warps=_warps(shape, 4 if of.dim > 128 else 1), num_stages=2, **OPTIONS,
+            )  # fmt: skip
+            return out, lse, chosen
+        lists, shape = transposed(chosen, of.blocks), of.shape(128, 128)
         for first, pairs in of.chunks(of.v_dim):
             rows = pairs * of.q_len * of.choices * of.group
             parts = torch.empty(rows, of.v_dim, dtype=torch.float32, device=q.device)
             lse_of_parts = torch.empty(rows, dtype=torch.float32, device=q.device)
             stops, numbers, count = of.items(lists, first, pairs, shape)
             block_forward_kernel[(len(numbers),)](
-                q, k, v, lists.entries, lists.ends, stops, numbers, parts, lse_of_parts, *of.numbers(first), count,
-                scale * LOG2E.value, (of.heads_of(q), *strides_of(k, v)), shape, num_warps=8, num_stages=2, **OPTIONS,
+                q, k, v, *lists, stops, numbers, parts, lse_of_parts, *of.numbers(first), count, scale * LOG2E.value,
+                (of.heads_of(q), *strides_of(k, v)), shape, num_warps=8, num_stages=2, **OPTIONS,
             )  # fmt: skip
             join_kernel[(pairs * of.group * -(-of.q_len // _ROWS),)](
-                parts, lse_of_parts, lists.chosen, out, lse, of.q_len, of.heads, of.group, of.choices, first,
+                parts, lse_of_parts, chosen.blocks, out, lse, of.q_len, of.heads, of.group, of.choices, first,
                 tuple(out.stride()[:3]), of.v_dim, shape.PADDED_DV, _ROWS, num_warps=4, **OPTIONS,
             )  # fmt: skip
-    return out, lse, lists
-
-
-class Rows(NamedTuple):
-    """The lse in base 2 and delta of each row of queries, and the strides of a pair, a token, and a head of a group."""
-
-    lse2: Tensor
-    delta: Tensor
-    strides: tuple[int, int, int]
+    return out, lse, chosen
 
 
 def backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Transposed,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, chosen: Chosen,
     span: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
-    heads, choices = lists.chosen.shape[0] // q.shape[0], lists.chosen.shape[2]
+    heads, choices = chosen.blocks.shape[0] // q.shape[0], chosen.blocks.shape[2]
     q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
+    dlse = None if dlse is None else dlse.contiguous()
     of = Call(q.shape, k_, v_, heads, choices, span, causal, _reach(heads, q_, dout))
     dq = empty_gradient(q)
-    if dq.numel() == 0 or k.numel() == 0:
+    if dq.numel() == 0 or k.numel() == 0 or choices == 0:
         return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     scales = scale, scale * LOG2E.value
     with on_device(q.device):
-        tiles = -(-of.q_len // _ROWS)
-        delta_kernel[(lse.shape[0] * lse.shape[1] * tiles,)](
-            dout, out, lse, None if dlse is None else dlse.contiguous(), lse2, delta, of.q_len, q.shape[1],
-            strides_of(dout, out), of.v_dim, power(of.v_dim), _ROWS, num_warps=4, **OPTIONS,
-        )  # fmt: skip
-        rows = Rows(lse2, delta, (of.group * of.q_len, 1, of.q_len))
-        dk, dv = of_keys(of, q_, k_, v_, dout, of.heads_of(q_), of.heads_of(dout), rows, lists, scale)
-        strides = of.heads_of(q_), *strides_of(k_, v_), of.heads_of(dout)
-        shape = of.shape(128, 64)
-        for first, pairs in of.chunks(of.dim):
-            parts = torch.empty(
-                pairs * of.q_len * of.choices * of.group, of.dim, dtype=torch.float32, device=q.device
+        lists = transposed(chosen, of.blocks)
+        if of.by_queries(backward=True):
+            shape = of.of_queries()
+            strides = *(of.heads_of(x) for x in (q_, dout, out, written)), *strides_of(k_, v_)
+            rows_dq_kernel[(of.pairs * of.q_len,)](
+                q_, k_, v_, dout, out, *chosen, lse, dlse, written, lse2, delta, *of.numbers(0)[:7], *scales, strides,
+                shape, span, of.k_len % span == 0, num_warps=_warps(shape, 2), num_stages=2 if of.dim > 128 else 3,
+                **OPTIONS,
             )  # fmt: skip
-            stops, numbers, count = of.items(lists, first, pairs, shape)
-            block_dq_kernel[(len(numbers),)](
-                q_, k_, v_, dout, lse2, delta, lists.entries, lists.ends, stops, numbers, parts, *of.numbers(first),
-                count, *scales, strides, shape, num_warps=8, num_stages=2, **OPTIONS,
+        else:
+            tiles = -(-of.q_len // _ROWS)
+            delta_kernel[(lse.shape[0] * lse.shape[1] * tiles,)](
+                dout, out, lse, dlse, lse2, delta, of.q_len, q.shape[1], strides_of(dout, out), of.v_dim,
+                power(of.v_dim), _ROWS, num_warps=4, **OPTIONS,
             )  # fmt: skip
-            add_kernel[(pairs * of.group * tiles,)](
-                parts, lists.chosen, written, of.q_len, of.heads, of.group, of.choices, first,
-                tuple(written.stride()[:3]), of.dim, power(of.dim), _ROWS, num_warps=4, **OPTIONS,
-            )  # fmt: skip
+            shape, strides = of.shape(128, 64), (of.heads_of(q_), *strides_of(k_, v_), of.heads_of(dout))
+            for first, pairs in of.chunks(of.dim):
+                parts = torch.empty(
+                    pairs * of.q_len * of.choices * of.group, of.dim, dtype=torch.float32, device=q.device
+                )  # fmt: skip
+                stops, numbers, count = of.items(lists, first, pairs, shape)
+                block_dq_kernel[(len(numbers),)](
+                    q_, k_, v_, dout, lse2, delta, *lists, stops, numbers, parts, *of.numbers(first), count, *scales,
+                    strides, shape, num_warps=8, num_stages=2, **OPTIONS,
+                )  # fmt: skip
+                add_kernel[(pairs * of.group * tiles,)](
+                    parts, chosen.blocks, written, of.q_len, of.heads, of.group, of.choices, first,
+                    tuple(written.stride()[:3]), of.dim, power(of.dim), _ROWS, num_warps=4, **OPTIONS,
+                )  # fmt: skip
+        dk, dv = _of_keys(of, q_, k_, v_, dout, lse2, delta, lists, scale)
     if written is not dq:
         dq.copy_(written)
     return dq, empty_gradient(k).copy_(dk), empty_gradient(v).copy_(dv)
 
 
-def of_keys(
-    of: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, q_strides: tuple[int, ...], dout_strides: tuple[int, ...],
-    rows: Rows, lists: Transposed, scale: float,
+def _of_keys(
+    of: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, lists: Transposed,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(dk, dv)`, in q's dtype, or in fp32 where several heads that choose share a key head.
-
-    q_strides, dout_strides: of the batch, the head that chooses, the token, and the head of its group.
-    """
+    """`(dk, dv)`, in q's dtype, or in fp32 where several heads that choose share a key head."""
     device, entries, group = q.device, lists.entries.numel(), power(of.group, 1)
     wide = q.dtype if of.repeats == 1 else torch.float32
     dk, dv = (torch.empty(of.batch, of.heads, *x.shape[2:], dtype=wide, device=device) for x in (k, v))
     packed = torch.empty(2, entries, group, dtype=torch.float32, device=device)
     tiles = -(-of.q_len * of.choices * group // _PACKED)
     pack_kernel[(of.pairs * tiles,)](
-        rows.lse2, rows.delta, lists.entries, lists.ends, packed, of.group, of.blocks, tiles, entries, rows.strides,
-        group, slot_bits(of.choices), _PACKED, num_warps=4, **OPTIONS,
+        lse2, delta, *lists, packed, of.q_len, of.group, of.blocks, tiles, entries, group, slot_bits(of.choices),
+        _PACKED, num_warps=4, **OPTIONS,
     )  # fmt: skip
     large = of.dim + of.v_dim > 256
     shape = of.shape(64, 64 if large else 128)
     options = {"num_warps": 8 if large or shape.BLOCK_N >= 128 else 4, "num_stages": 2}
-    tensors, strides = (q, k, v, dout, packed, lists.entries, lists.ends), (q_strides, *strides_of(k, v), dout_strides)
+    tensors, strides = (q, k, v, dout, packed, *lists), (of.heads_of(q), *strides_of(k, v), of.heads_of(dout))
     count, scales = of.pairs * of.blocks, (scale, scale * LOG2E.value)
     parts = -(-of.span // shape.BLOCK_N)
     if group < _SPLIT:
@@ -228,27 +251,3 @@ def of_keys(
     if of.repeats == 1:
         return dk, dv
     return dk.unflatten(1, (-1, of.repeats)).sum(2), dv.unflatten(1, (-1, of.repeats)).sum(2)
-
-
-def gradients_of_keys(
-    rows: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, index: Tensor, group: int, span: int,
-    causal: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(dk, dv)` for queries in rows: `[B, Hkv, Nq * heads, D]`, the heads of a query one behind the other.
-
-    lse2, delta: fp32 `[B, Hkv, at least Nq * heads]`. index: `[B, Hkv, Nq, K]`.
-    """
-    batch, kv_heads, q_len, choices = index.shape
-    heads = rows.shape[2] // q_len
-    rows, k, v, dout = (readable(x) for x in (rows, k, v, dout))
-    reach = max(x.shape[2] * x.stride(2) for x in (rows, dout))
-    sizes = batch, kv_heads * group, q_len, rows.shape[3]
-    of = Call(sizes, k, v, kv_heads, choices, span, causal, reach)
-    q_strides, dout_strides = (
-        (x.stride(0), x.stride(1), heads * x.stride(2), x.stride(2)) for x in (rows, dout)
-    )  # fmt: skip
-    with on_device(rows.device):
-        lists = transposed(index, of.blocks, span, of.k_len, causal)
-        of_rows = Rows(lse2, delta, (lse2.stride(1), heads, 1))
-        dk, dv = of_keys(of, rows, k, v, dout, q_strides, dout_strides, of_rows, lists, scale)
-    return empty_gradient(k).copy_(dk), empty_gradient(v).copy_(dv)

@@ -58,12 +58,12 @@ def _keys(k_ptr, offsets, live, SHAPE: tl.constexpr):
     return low, high
 
 
-@triton.jit(do_not_specialize=["group", "tiles", "count"])
+@triton.jit(do_not_specialize=["q_len", "group", "blocks", "tiles", "count"])
 def pack_kernel(
-    lse2_ptr, delta_ptr,  # fp32, of each row of queries, as delta_kernel writes them
+    lse2_ptr, delta_ptr,  # fp32 [B, Hq, Nq], as delta_kernel writes them
     entries_ptr, ends_ptr,  # see Transposed
     packed_ptr,  # fp32 [2, entries, GROUP], written
-    group, blocks, tiles, count, strides,  # of the pair, the token, and the head of its group
+    q_len, group, blocks, tiles, count,
     GROUP: tl.constexpr, BITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Writes lse2 and delta in the order of entries: a gather in each step of `block_dkdv_kernel` would take longer."""
@@ -74,7 +74,7 @@ def pack_kernel(
     at, in_group = begin + row // GROUP, row % GROUP
     inside = (at < stop) & (in_group < group)
     query = (tl.load(entries_ptr + at, mask=inside, other=0) >> BITS).to(tl.int64)
-    read = pair * strides[0] + query * strides[1] + in_group * strides[2]
+    read = (pair * group + in_group) * q_len + query
     to = at * GROUP + in_group
     tl.store(packed_ptr + to, tl.load(lse2_ptr + read, mask=inside, other=float("inf")), mask=at < stop)
     to += count.to(tl.int64) * GROUP
@@ -100,18 +100,24 @@ def _with_queries(
         delta = tl.load(packed_ptr + half + place, mask=place < rows, other=0.0)
     else:
         lse2, delta = tl.load(packed_ptr + place), tl.load(packed_ptr + half + place)
-    scores = tl.dot(k_low, q_low.T, input_precision=PRECISION)
-    if SHAPE.HIGH > 0:
-        scores = tl.dot(k_high, q_high.T, scores, input_precision=PRECISION)
+    if SHAPE.HIGH > 0:  # the smaller product first: see forward_kernel
+        p = tl.dot(k_high, q_high.T, input_precision=PRECISION)
+        p = tl.dot(k_low, q_low.T, p, input_precision=PRECISION)
+    else:
+        p = tl.dot(k_low, q_low.T, input_precision=PRECISION)
     live = None
     if MASKED:
-        live = tl.broadcast_to(is_key[:, None], scores.shape)
+        live = tl.broadcast_to(is_key[:, None], p.shape)
         if SHAPE.CAUSAL:
             live = live & (key[:, None] <= (query + shift)[None, :])
-    _, p = recomputed_weights(scores, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
+    ds = tl.dot(v, dout.T, input_precision=PRECISION)
+    # Always true. If the compiler saw that these products lead to the next ones, it would give each of two groups of
+    # warps all of them, so that both computed the same.
+    if row < rows:
+        _exps, p = recomputed_weights(p, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
+        ds = score_gradients(p, ds, delta[None, :], None)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    dp = tl.dot(v, dout.T, input_precision=PRECISION)
-    ds = score_gradients(p, dp, delta[None, :], None).to(q_low.dtype)
+    ds = ds.to(q_low.dtype)
     dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
     if SHAPE.HIGH > 0:
         dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)

@@ -9,16 +9,22 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient
 from sparseflash.backends.triton.launcher import OPTIONS, on_device
+from sparseflash.backends.triton.selected.block_backward import delta_kernel
 from sparseflash.backends.triton.selected.lists import Chosen
 from sparseflash.backends.triton.selected.places import count_kernel, mark_kernel, place_kernel
 from sparseflash.backends.triton.selected.score_gradients import dq_kernel, score_gradients_kernel
 from sparseflash.backends.triton.selected.sizes import Sizes, readable, sizes_of, strides_of
 from sparseflash.backends.triton.selected.tiles import dq_tile, power, rows_tile
 from sparseflash.backends.triton.selected.token_sums import rows_kernel, sum_kernel
+from sparseflash.backends.triton.selected.token_tiles import TILE, entries_kernel, tile_dkdv_kernel, unite_kernel
 from sparseflash.limits import COUNT
 
 _SCRATCH = 2 << 30  # bytes for the rows of a chunk; a constant, because chunks decide the order of sums
-_MOST_QUERIES = 1024  # of a chunk: a token has a bit for each
+_MOST_QUERIES = 1024  # of a chunk with rows: a program has the bits of all of them
+# Tiles of tokens: the widest head dims, and the most heads of a group, with which a tile fits into registers; and the
+# most tiles times heads for each choice. A tile reads 2 bytes of a query's channel and head from the L2 cache, for up
+# to 64 tokens at once. Rows are 8 bytes of a channel for each token, written and read in memory.
+_WIDEST, _MOST_HEADS, _WORTH = 256, 64, 8
 
 
 def backward(
@@ -37,11 +43,15 @@ def backward(
         q_, k_, v_, dout = readable(q), readable(k), None if v is None else readable(v), readable(dout)
         dlse = None if dlse is None else dlse.contiguous()
         written = dq if dq.stride(-1) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
+        tensors = Tensors(q_, k_, v_, dout, out, lse, dlse, kept, written, chosen)
+        by_tiles = v is not None and _has_tiles(of, max(dim, v_dim))
         with on_device(q.device):
-            for first, pairs, queries in chunks_of(of, dim + (0 if v is None else v_dim), q.element_size()):
-                _backward_of_chunk(
-                    Tensors(q_, k_, v_, dout, out, lse, dlse, kept, written, chosen), sums, of, first, pairs, queries
-                )
+            # Of each choice: its row, and the weights and gradients of its scores.
+            of_query = of.choices * (4 * sum(widths) * (not by_tiles) + 2 * q.element_size() * of.group)
+            for chunk in chunks_of(of, of_query, of.q_len if by_tiles else _MOST_QUERIES):
+                _backward_of_chunk(tensors, None if by_tiles else sums, of, *chunk)
+            if by_tiles:
+                _add_tiles(tensors, sums, of)
         if written is not dq:
             dq.copy_(written)
     else:
@@ -61,7 +71,8 @@ def scores_backward(dscores: Tensor, q: Tensor, k: Tensor, chosen: Chosen, scale
     written = dq if dq.stride(-1) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     by_list = dscores.unflatten(1, (of.kv_heads, of.group)).transpose(2, 3).flatten(0, 2)  # [lists, group, choices]
     with on_device(q.device):
-        for first, pairs, queries in chunks_of(of, q.shape[3], q.element_size()):
+        of_query = of.choices * (4 * q.shape[3] + 2 * q.element_size() * of.group)
+        for first, pairs, queries in chunks_of(of, of_query, _MOST_QUERIES):
             rows = pairs * queries
             ds = (by_list[first : first + rows] * scale).to(q.dtype).contiguous()
             _write_dq(ds, k, chosen, written, of, first, rows)
@@ -86,16 +97,21 @@ class Tensors(NamedTuple):
     chosen: Chosen
 
 
-def _backward_of_chunk(x: Tensors, sums: list[Tensor], of: Sizes, first_row: int, pairs: int, queries: int) -> None:
-    """Writes dq of the lists from `first_row` on, and adds to the sums of keys and values."""
+def _backward_of_chunk(
+    x: Tensors, sums: list[Tensor] | None, of: Sizes, first_row: int, pairs: int, queries: int
+) -> None:  # fmt: skip
+    """Writes dq of the lists from `first_row` on, and adds to the sums of keys and values if there are any."""
     rows, device, dtype = pairs * queries, x.q.device, x.q.dtype
-    p, ds = torch.empty(2, rows * of.group, of.choices, dtype=dtype, device=device)
+    ds = torch.empty(rows * of.group, of.choices, dtype=dtype, device=device)
+    p = None if sums is None else torch.empty_like(ds)
     score_gradients_kernel[(rows * of.shape.TILES,)](
         x.q, x.k, x.v, x.dout, x.out, *x.chosen, x.lse, x.kept if of.keep else None, x.dlse, p, ds, *of.numbers,
         first_row, x.kept.shape[-1], of.scale, of.qk_scale, strides_of(x.q, x.k, x.v, x.dout, x.out), of.shape,
         **of.options, **OPTIONS,
     )  # fmt: skip
     _write_dq(ds, x.k, x.chosen, x.dq, of, first_row, rows)
+    if sums is None or p is None:
+        return
     dim, v_dim = x.q.shape[3], x.out.shape[3]
     if x.v is None:
         work = [[Product(x.q, ds, 0, v_dim, x.dout, p), Product(x.q, ds, v_dim, dim - v_dim)]]
@@ -155,30 +171,87 @@ def _add_rows(
 def places_of(chosen: Chosen, of: Sizes, first_row: int, pairs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
     """`(counts, ends, places)`: choices of each token, their running sums, and the place of each choice."""
     device, tokens = chosen.lists.device, pairs * of.k_len
-    words = power(-(-queries // 32), 1)
-    bits = torch.zeros(tokens, words, dtype=torch.int32, device=device)
+    bits = bits_of(chosen, of, first_row, pairs, queries)
+    words = bits.shape[1]
     counts = torch.empty(tokens, dtype=torch.int32, device=device)
     places = torch.empty(pairs * queries, of.choices, dtype=torch.int32, device=device)
     numbers = (first_row, queries, of.k_len, of.choices, words)
-    mark_kernel[(pairs * queries,)](*chosen, bits, *numbers, 128, num_warps=4, **OPTIONS)
     count_kernel[(-(-tokens // 64),)](bits, counts, tokens, words, 64, num_warps=4, **OPTIONS)
     ends = counts.cumsum(0, dtype=torch.int64)
     place_kernel[(pairs * queries,)](*chosen, bits, ends, places, *numbers, 64, num_warps=4, **OPTIONS)
     return counts, ends, places
 
 
-def chunks_of(of: Sizes, width: int, size: int) -> list[tuple[int, int, int]]:
+def _has_tiles(of: Sizes, widest: int) -> bool:
+    """Whether keys and values gather queries by tiles of tokens."""
+    fits = not of.keep and widest <= _WIDEST and of.group <= _MOST_HEADS
+    return fits and min(of.choices, -(-of.k_len // TILE)) * of.group <= _WORTH * of.choices
+
+
+def _add_tiles(x: Tensors, sums: list[Tensor], of: Sizes) -> None:
+    """Adds to the sums of keys and values."""
+    dim, v_dim, device = x.q.shape[3], x.out.shape[3], x.q.device
+    lse2, delta = torch.empty(2, *x.lse.shape, dtype=torch.float32, device=device)
+    delta_kernel[(x.lse.shape[0] * x.lse.shape[1] * -(-of.q_len // 64),)](
+        x.dout, x.out, x.lse, x.dlse, lse2, delta, of.q_len, x.q.shape[1], strides_of(x.dout, x.out), v_dim,
+        power(v_dim), 64, num_warps=4, **OPTIONS,
+    )  # fmt: skip
+    tiles, group = -(-of.k_len // TILE), power(of.group, 1)
+    large = power(dim) + power(v_dim) >= 256
+    for first_row, pairs, queries in chunks_of(of, of.k_len // 8 + 4 * min(of.choices, tiles), of.q_len):
+        lists = tiles_of(x.chosen, of, first_row, pairs, queries)
+        tile_dkdv_kernel[(pairs * tiles,)](
+            x.q, x.k, x.v, x.dout, lse2, delta, *lists, *sums, of.q_len, of.k_len, of.kv_heads, of.group,
+            first_row // of.q_len, first_row % of.q_len, tiles, of.scale, of.qk_scale,
+            strides_of(x.q, x.k, x.v, x.dout), dim, power(dim), v_dim, power(v_dim), group, max(64, group),
+            lists.bits.shape[1], TILE, of.precision, of.shape.FAR, num_warps=8 if large else 4, num_stages=2, **OPTIONS,
+        )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """The queries of a chunk that have chosen a token of each tile."""
+
+    bits: Tensor  # int32 [tokens of all pairs, words]: whether each query has chosen each token
+    entries: Tensor  # int32: the queries of a tile in ascending order, then of the next
+    ends: Tensor  # int32 [tiles of all pairs]: where the entries of each end
+
+
+def tiles_of(chosen: Chosen, of: Sizes, first_row: int, pairs: int, queries: int) -> Tiles:
+    """The lists of the tiles of a chunk."""
+    bits, tiles, device = bits_of(chosen, of, first_row, pairs, queries), -(-of.k_len // TILE), chosen.lists.device
+    words, programs = bits.shape[1], (pairs * tiles,)
+    united = torch.empty(pairs * tiles, words, dtype=torch.int32, device=device)
+    counts = torch.empty(pairs * tiles, dtype=torch.int32, device=device)
+    entries = torch.empty(pairs * queries * min(of.choices, tiles), dtype=torch.int32, device=device)
+    step = min(words, 64)
+    unite_kernel[programs](bits, united, counts, of.k_len, tiles, words, step, TILE, num_warps=4, **OPTIONS)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    entries_kernel[programs](united, ends, entries, words, step, num_warps=1, **OPTIONS)
+    return Tiles(bits, entries, ends)
+
+
+def bits_of(chosen: Chosen, of: Sizes, first_row: int, pairs: int, queries: int) -> Tensor:
+    """Whether each query of a chunk has chosen each token: int32 `[tokens of all pairs, words]`, a bit a query."""
+    words = power(-(-queries // 32), 1)
+    bits = torch.zeros(pairs * of.k_len, words, dtype=torch.int32, device=chosen.lists.device)
+    numbers = (first_row, queries, of.k_len, of.choices, words)
+    mark_kernel[(pairs * queries,)](*chosen, bits, *numbers, 128, num_warps=4, **OPTIONS)
+    return bits
+
+
+def chunks_of(of: Sizes, of_query: int, longest: int) -> list[tuple[int, int, int]]:
     """`(first list, pairs of batch element and key head, queries of each)` of the chunks of a backward.
 
     A chunk has whole pairs, or a part of the queries of one pair.
+
+    of_query: bytes of a query. longest: the most queries of a part.
     """
-    of_query = of.choices * (4 * width + 2 * size * of.group)
     most = min(max(1, _SCRATCH // of_query), max(1, (COUNT - 1) // (of.choices * of.group)))
     pairs = of.batch * of.kv_heads
-    if of.q_len <= min(most, _MOST_QUERIES):
+    if of.q_len <= min(most, longest):
         many = most // of.q_len
         return [(first * of.q_len, min(many, pairs - first), of.q_len) for first in range(0, pairs, many)]
-    queries = min(most, _MOST_QUERIES)
+    queries = min(most, longest)
     return [
         (pair * of.q_len + first, 1, min(queries, of.q_len - first))
         for pair in range(pairs)

@@ -41,7 +41,8 @@ def score_gradients_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr,  # as in forward_kernel
     lists_ptr, counts_ptr, lse_ptr, kept_ptr,
     dlse_ptr,  # [B, Hq, Nq] contiguous, or None
-    p_ptr, ds_ptr,  # [queries of the chunk, group, choices] contiguous, written: weights, and scale * their gradients
+    # [queries of the chunk, group, choices] contiguous, written: weights, or None, and scale * their gradients
+    p_ptr, ds_ptr,
     q_len, k_len, kv_heads, group, choices, first_row, rows_of_all, scale, qk_scale,
     strides,  # of batch, head and token, of q, k, v, dout and out
     SHAPE: tl.constexpr,
@@ -118,7 +119,8 @@ def score_gradients_kernel(
         entry = i * BLOCK_N + tl.arange(0, BLOCK_N)
         pointers = written[:, None] + entry[None, :]
         exists = inside[:, None] & (entry < choices)[None, :]
-        tl.store(p_ptr + pointers, p.to(p_ptr.dtype.element_ty), mask=exists)
+        if p_ptr is not None:
+            tl.store(p_ptr + pointers, p.to(p_ptr.dtype.element_ty), mask=exists)
         tl.store(ds_ptr + pointers, ds.to(ds_ptr.dtype.element_ty), mask=exists)
 
 

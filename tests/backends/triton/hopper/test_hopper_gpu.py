@@ -517,6 +517,28 @@ def test_choices_in_blocks_of_64_have_the_bits_of_masks_made_once(dim):
     )
 
 
+@pytest.mark.parametrize("dims", [(192, 128), (192, 192), (256, 256)])
+def test_choices_for_wide_heads_have_a_portable_forward_and_their_backward(dims):
+    q, k, v = (torch.randn(1, 4, 2100, dim, device="cuda", dtype=torch.bfloat16) for dim in (dims[0], *dims))
+    k, v = k[:, ::2], v[:, ::2]
+    chosen = torch.rand(1, 2, 17, 17, device="cuda")
+
+    def choice():
+        return masks.top_k_blocks(chosen, k=5, q_len=2100, block=128, causal=True, local_blocks=1, group=2)
+
+    found = explain(q, k, v, choice())
+    assert (found.forward.family, found.backward.family) == ("portable", "hopper")
+
+    def layer(q, k, v):
+        return attention(q, k, v, choice(), return_lse=True)
+
+    for _ in range(3):  # planned, and prepared for masks of this layout
+        testing.assert_exact(layer, q, k, v, choice())
+    given = [x.detach().requires_grad_() for x in (q, k, v)]
+    results = [torch.autograd.grad(layer(*given)[0].square().sum(), given) for _ in range(2)]
+    assert all(map(torch.equal, *results))
+
+
 def test_long_sequences_of_few_tiles_are_exact():
     q, k, v, _, _ = inputs(1, 2, 200_000, 64)
     mask = masks.local(200_000, window=129, block=128).to("cuda")

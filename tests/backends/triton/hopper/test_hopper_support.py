@@ -162,11 +162,29 @@ def test_other_head_dims_are_served_where_they_are_faster(dims):
 def test_what_was_measured_at_common_head_dims_alone_runs_elsewhere(dims):
     asked = HALF._replace(dims=dims)
     said = f"they have not been measured {{}} at D = {dims[0]} and Dv = {dims[1]}; backend='hopper' asks for them"
-    assert support.yields(asked._replace(dynamic=True)) == said.format("with a mask that is made at every step")
+    if max(dims) <= 128:
+        assert support.yields(asked._replace(dynamic=True)) == said.format("with a mask that is made at every step")
     assert support.yields(asked._replace(block=(64, 64))) == said.format("in blocks of 64 x 64")
     capped = support.yields(asked._replace(changes=("softcap", "sink")))
     assert capped == (said.format("with softcap") if max(dims) > 128 else None)
     assert support.yields(asked._replace(changes=("sink",))) is None
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (192, 192), (256, 256)])
+def test_a_choice_for_wide_heads_has_a_portable_forward_and_their_backward(dims):
+    asked = HALF._replace(dims=dims, dynamic=True, backward=True, tokens=(2048, 2048))
+    assert support.yields(asked) is support.yields(asked._replace(changes=("sink",))) is None
+    assert support.yields(asked._replace(tokens=(2047, 2047))) == BELOW.format("backward", "2,048", dims[0], "2,047")
+    assert support.yields(asked._replace(block=(64, 64))).startswith("they have not been measured in blocks of 64 x 64")
+    not_wide = support.yields(asked._replace(dims=(80, 80), tokens=(65536, 65536)))
+    assert not_wide.startswith("they have not been measured with a mask that is made at every step at D = 80")
+    q, v = (torch.empty(1, 4, 4096, dim, dtype=torch.bfloat16, device="meta") for dim in dims)
+    mask = masks.top_k_blocks(torch.rand(1, 1, 32, 32), k=4, q_len=4096, block=128)
+    found = explain(q, q, v, mask, capability=(9, 0))
+    assert (found.forward.family, found.backward.family) == ("portable", "hopper")
+    assert (found.kernels[0].num_stages, found.kernels[-1].num_stages) == (2, dq_config_for(*dims).stages)
+    why = "the portable forward is faster above D = 128 with a mask that is made at every step"
+    assert found.forward.refusals == (("hopper", why),)
 
 
 def test_few_queries_of_many_keys_are_served_in_the_forward():
