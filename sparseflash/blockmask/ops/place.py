@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import alternatives
-from sparseflash.blockmask.build import Integers
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of
+from sparseflash.blockmask.patterns import Integers
 from sparseflash.blockmask.threads import on_one_thread
 from sparseflash.blockmask.unique import distinct, number_combinations
 
