@@ -126,11 +126,11 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
 
 
 def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Tensor, Tensor]:
-    """`(rows, cols)` of the blocks of queries and of keys that have a label in common, sorted.
+    """`(rows, cols)`, int32, of the blocks of queries and of keys that have a label in common, sorted.
 
     >>> first, second = (incidence(torch.tensor(labels), 4) for labels in ([[0, 1], [2, 3]], [[0, 1], [3, 3]]))
     >>> sharing(first, second)
-    (tensor([0, 1]), tensor([0, 1]))
+    (tensor([0, 1], dtype=torch.int32), tensor([0, 1], dtype=torch.int32))
 
     `of_queries`, `of_keys`: from `incidence`. Labels of the same blocks count once: a block of pixels has all of its
     columns in common with the blocks below it, and each would be found again and again.
@@ -149,7 +149,9 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
     differs = ~alike
     differs[alike] = blocks.indices[entry[alike]] != blocks.indices[alike]
     kept = label[(other == np.arange(len(label))) | np.logical_or.reduceat(differs, starts)]
-    return entries(of_queries[:, kept] @ of_keys[:, kept].T)
+    found = (of_keys[:, kept] @ of_queries[:, kept].T).tocsc()  # sorts the keys of each block of queries
+    rows = np.arange(of_queries.shape[0], dtype=np.int32).repeat(np.diff(found.indptr))
+    return torch.from_numpy(rows), torch.from_numpy(found.indices.astype(np.int32, copy=False))
 
 
 def _digests(blocks: Integers, starts: Integers, counts: Integers) -> Any:

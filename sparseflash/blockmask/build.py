@@ -20,6 +20,7 @@ from sparseflash.blockmask.patterns import (
     Numbers,
     Pattern,
     distinct_patterns,
+    first_of_each,
     joined,
     patterns_of,
 )
@@ -93,11 +94,13 @@ def arrays_of_tiles(
     check_count("tiles of a mask", len(rows), remedy=_REMEDY)
     i, j, kind = (x.cpu().numpy() for x in (rows, cols, tile))
     if not _in_order(i, j):
-        order = (i * col_blocks + j).argsort(kind="stable")  # merges sorted runs, which most lists consist of
+        order = (i.astype(np.int64) * col_blocks + j).argsort(
+            kind="stable"
+        )  # merges sorted runs, which most lists consist of
         i, j, kind = i[order], j[order], kind[order]
         if not _in_order(i, j):
             raise ValueError("a tile must not be listed twice.")
-    indptr = i.searchsorted(np.arange(patterns * row_blocks + 1))
+    indptr = i.searchsorted(np.arange(patterns * row_blocks + 1, dtype=i.dtype))
     listed = indptr, j.astype(np.int32), kind.astype(np.int32)
     return arrays_of_rows(q_len, k_len, block_q, block_k, *listed, len(words), words, pattern.cpu().numpy())
 
@@ -159,16 +162,9 @@ def _canonical(
     if k_len % block_k:
         last = indptr[1:][indptr[1:] > indptr[:-1]] - 1
         kind[last[cols[last] == col_blocks - 1]] += 2 * span
-    first = np.full(4 * span, len(kind), dtype=np.int64)
-    unseen = np.arange(4 * span) > 0
-    for start in range(0, len(kind), TILES_AT_ONCE):
-        some = kind[start : start + TILES_AT_ONCE]
-        new = np.flatnonzero(unseen.take(some))[::-1]
-        if len(new):
-            first[some[new]] = new + start  # the last write wins: the first appearance
-            unseen[some[new]] = False
+    first = first_of_each(kind, 4 * span)
     # Kinds are classified by first appearance in the rows, so that equal masks have equal arrays.
-    found = np.flatnonzero(first < len(kind))
+    found = np.flatnonzero(first[1:] < len(kind)) + 1  # but full tiles that are not cut
     found = found[first[found].argsort()]
     ends = _ends(q_len, k_len, block_q, block_k, device)
 

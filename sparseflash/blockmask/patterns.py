@@ -76,6 +76,19 @@ def _go_on_alike(a: Pattern, b: Pattern) -> bool:
     return True
 
 
+def first_of_each(kind: Numbers, count: int) -> Integers:
+    """The place of the first tile of each kind 0 .. count - 1; `len(kind)` for a kind that does not occur."""
+    first = np.full(count, len(kind), dtype=np.int64)
+    unseen = np.ones(count, dtype=np.bool_)
+    for start in range(0, len(kind), TILES_AT_ONCE):
+        some = kind[start : start + TILES_AT_ONCE]
+        new = np.flatnonzero(unseen.take(some))[::-1]
+        if len(new):
+            first[some[new]] = new + start  # the last write wins: the first appearance
+            unseen[some[new]] = False
+    return first
+
+
 def joined(patterns: Sequence[Pattern]) -> tuple[Integers, Numbers, Numbers]:
     """New lists `(indptr, indices, tile)` of patterns, one behind the other."""
     indptr = starts_of(np.concatenate([each.counts for each in patterns]))

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+AT_ONCE = 1 << 16  # values handled at a time: temporaries of millions of values stay in a CPU's caches
+
 
 def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     """`(found, number)`: the distinct values, int64 `[D]`, ascending, and the index in `found` of each value.
@@ -81,8 +83,18 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
         if span == 1 and count:
             continue
         # No overflow: there are at most E < 2^31 numbers, and the span of a realistic code is below 2^32.
-        found, number = distinct(number * span + (code - least))
-        count = len(found)
+        if not _is_small(count * span, number):
+            found, number = distinct(number * span + (code - least))
+            count = len(found)
+            continue
+        occurs = torch.zeros(count * span, dtype=torch.bool, device=number.device)
+        for some, new in zip(number.split(AT_ONCE), code.split(AT_ONCE), strict=True):
+            some.mul_(span).add_(new).sub_(least)
+            occurs[some] = True
+        rank = occurs.cumsum(0).sub_(1)
+        for some in number.split(AT_ONCE):
+            some.copy_(rank[some])
+        count = int(rank[-1]) + 1
     return number, count
 
 
