@@ -17,7 +17,7 @@ from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import arrays_of_rows
 from sparseflash.blockmask.patterns import Numbers, starts_of
-from sparseflash.blockmask.unique import number_by_first_appearance, number_combinations
+from sparseflash.blockmask.unique import first_combinations
 from sparseflash.masks.tiling.draws import Integers
 from sparseflash.masks.tiling.listing import columns_between, cut_columns, take_ranges
 
@@ -187,7 +187,7 @@ def _not_yet_listed(
     codes = [_distinct_rows(torch.from_numpy(profile))[1][r], c - nearest[r]]
     if of_key is not None:
         codes.append(key_number[c])
-    number, first_of = _combinations(codes)
+    number, first_of = first_combinations(codes)
     found = []
     at_once = max(1, WORDS_AT_ONCE // (block_q * words_per_row))
     for begun in range(0, max(1, len(first_of)), at_once):
@@ -209,14 +209,3 @@ def _not_yet_listed(
 def _distinct_rows(rows: Tensor) -> tuple[Words, Integers]:
     found, number = bitmask.deduplicate(rows.unsqueeze(1) if rows.ndim == 2 else rows)
     return found.numpy().reshape(-1, *rows.shape[1:]), number.numpy()
-
-
-def _combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
-    """A number for each combination of codes, by first appearance, and where each combination appears first."""
-    if len(codes[0]) <= bitmask.FEW:
-        known: dict[tuple[int, ...], int] = {}
-        number = [known.setdefault(each, len(known)) for each in zip(*[x.tolist() for x in codes], strict=True)]
-        numbered = np.array(number, dtype=np.int64)
-        return numbered, np.unique(numbered, return_index=True)[1]
-    found, first = number_by_first_appearance(number_combinations([torch.from_numpy(x) for x in codes])[0])
-    return found.numpy(), first.numpy()

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Integers = NDArray[np.int64]
+
+FEW = 32  # up to this many values on the CPU, comparing them in Python beats array operations
 AT_ONCE = 1 << 16  # values handled at a time: temporaries of millions of values stay in a CPU's caches
 
 
@@ -96,6 +101,29 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
             some.copy_(rank[some])
         count = int(rank[-1]) + 1
     return number, count
+
+
+def first_combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
+    """A number for each combination of codes that occurs, by first appearance, and where each one appears first.
+
+    >>> number, first = first_combinations([np.array([5, 5, 9, 5]), np.array([2, 1, 1, 2])])
+    >>> number.tolist(), first.tolist()
+    ([0, 1, 2, 0], [0, 1, 2])
+
+    `codes`: int arrays `[E]` of one length.
+    """
+    if len(codes[0]) <= FEW:
+        known: dict[tuple[int, ...], int] = {}
+        first: list[int] = []
+        number = []
+        for place, each in enumerate(zip(*[code.tolist() for code in codes], strict=True)):
+            if each not in known:
+                known[each] = len(known)
+                first.append(place)
+            number.append(known[each])
+        return np.array(number, dtype=np.int64), np.array(first, dtype=np.int64)
+    numbers, firsts = number_by_first_appearance(number_combinations([torch.from_numpy(code) for code in codes])[0])
+    return numbers.numpy(), firsts.numpy()
 
 
 def _span(values: Tensor) -> tuple[int, int]:
