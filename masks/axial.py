@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, Integers, block_pair
+from sparseflash.blockmask.patterns import TILES_AT_ONCE
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, grid_shape, strides
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.listing import incidence, sharing
@@ -68,18 +69,19 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     # The distance of two blocks on an axis matters only if they share a coordinate there.
     (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
     apart = 3 * torch.tensor(sides, dtype=torch.int32, device="cpu")
-    offset = []  # by axis, because indexing with one number at a time is faster
-    for axis in range(len(sides)):
-        ends = (first_q, last_k, first_k, last_q, key_corners, query_corners)
-        low_q, high_k, low_k, high_q, key, query = (
-            x[:, axis].contiguous().index_select(0, of) for x, of in zip(ends, (rows, cols, cols, rows, cols, rows))
-        )
-        offset.append(torch.where((low_q <= high_k) & (low_k <= high_q), key - query, apart[axis]))
-    codes = [query_shape.index_select(0, rows), key_shape.index_select(0, cols), *offset]
+    offset = [torch.empty_like(rows) for _ in sides]
+    ends = [x.T.contiguous() for x in (first_q, last_k, first_k, last_q, key_corners, query_corners)]
+    for i, j, *at in zip(*(x.split(TILES_AT_ONCE) for x in (rows, cols, *offset)), strict=True):
+        for axis, found in enumerate(at):
+            low_q, high_k, low_k, high_q, key, query = (
+                x[axis].index_select(0, of) for x, of in zip(ends, (i, j, j, i, j, i), strict=True)
+            )
+            torch.where((low_q <= high_k) & (low_k <= high_q), key - query, apart[axis], out=found)
+    codes = [shape.to(torch.int32).index_select(0, of) for shape, of in ((query_shape, rows), (key_shape, cols))]
 
     def live(some: Tensor) -> Tensor:
-        queries = query_shapes.index_select(0, query_shape[rows[some]])
-        keys = key_shapes.index_select(0, key_shape[cols[some]])
+        queries = query_shapes.index_select(0, codes[0][some])
+        keys = key_shapes.index_select(0, codes[1][some])
         keys = keys + torch.stack([x[some] for x in offset], 1)[:, None]
         # Coordinates of one axis side by side, because comparing every second number is slower.
         queries, keys = (x.movedim(-1, 0).contiguous() for x in (queries, keys))
@@ -91,7 +93,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
             equal = equal & same
         return near
 
-    return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))
+    return by_kind(live, rows, cols, [*codes, *offset], count, block=(block_q, block_k))
 
 
 def _lines(places: Tensor, shape: tuple[int, ...]) -> Tensor:

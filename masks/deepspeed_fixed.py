@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import flag
-from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.signatures import pattern
-from sparseflash.masks.tiling.spans import spans
+from sparseflash.masks.tiling.spans import spans_of_heads
 
 
 @pattern
@@ -82,7 +82,7 @@ def deepspeed_fixed(
     stop = torch.minimum(start + local * block, q + 1) if causal else start + local * block
     whole = count - count % local
     heads = heads if patterns > 1 else 1
-    masks = []
+    marks: list[tuple[Tensor | None, Tensor | None]] = []
     for number in range(min(patterns, heads)):
         first = local - (1 + number) * wide
         starts = list(range(first, whole, local))
@@ -92,10 +92,6 @@ def deepspeed_fixed(
         of_block = torch.zeros(count, dtype=torch.bool, device="cpu")
         of_block[seen[seen < count]] = True
         marked = of_block[q // block]
-        masks.append(
-            spans(
-                start, stop, q_len, limit=q + 1 if causal else None, rows=marked if horizontal else None, cols=marked,
-                block=block,
-            )
-        )  # fmt: skip
-    return per_head([masks[head % patterns] for head in range(heads)])
+        marks.append((marked if horizontal else None, marked))
+    pattern_of = [head % patterns for head in range(heads)]
+    return spans_of_heads(start, stop, q_len, marks, pattern_of, limit=q + 1 if causal else None, block=block)

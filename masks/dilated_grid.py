@@ -13,9 +13,10 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, Integers, block_pair
 from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of_rows
+from sparseflash.blockmask.patterns import starts_of
 from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.tiling.grid import checked_order, coordinates, cut, grid_shape, per_axis, strides
-from sparseflash.masks.tiling.listing import entries, incidence, ranges, starts_of
+from sparseflash.masks.tiling.listing import entries, incidence, ranges
 from sparseflash.masks.tiling.signatures import pattern
 
 

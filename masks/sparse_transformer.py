@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
-from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import at_least, choice, head_count
 from sparseflash.masks.tiling.diagonals import diagonals
 from sparseflash.masks.tiling.signatures import pattern
-from sparseflash.masks.tiling.spans import spans
+from sparseflash.masks.tiling.spans import spans_of_heads
 
 
 @pattern
@@ -113,9 +113,10 @@ def fixed(
     stop = q + 1
     start = stop if attend == "summary" else q // stride * stride
     heads = heads if num_verts > 1 else 1
-    masks = []
+    marks: list[tuple[Tensor | None, Tensor | None]] = []
     for vert in range(min(num_verts, heads)):
         end = stride - vert * summary
         cols = (q % stride < end) & (q % stride >= end - summary) if attend != "local" else None
-        masks.append(spans(start, stop, q_len, limit=stop, cols=cols, block=block))
-    return per_head([masks[head % num_verts] for head in range(heads)])
+        marks.append((None, cols))
+    pattern_of = [head % num_verts for head in range(heads)]
+    return spans_of_heads(start, stop, q_len, marks, pattern_of, limit=stop, block=block)

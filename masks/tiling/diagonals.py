@@ -12,8 +12,9 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import arrays_of_rows
+from sparseflash.blockmask.patterns import starts_of
 from sparseflash.masks.tiling.draws import Integers
-from sparseflash.masks.tiling.listing import columns_between, ranges, starts_of
+from sparseflash.masks.tiling.listing import columns_between, ranges
 
 
 def diagonals(offsets: Tensor, q_len: int, *, block: Block = 128) -> BlockMask:

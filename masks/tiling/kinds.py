@@ -10,6 +10,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of
+from sparseflash.blockmask.patterns import first_of_each
 from sparseflash.blockmask.unique import number_combinations
 
 
@@ -19,7 +20,7 @@ def by_kind(
 ) -> BlockMask:  # fmt: skip
     """The mask of listed tiles; tiles with equal codes have the same bits.
 
-    `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
+    `rows`, `cols`: int `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
     number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of each kind, and returns bool
     `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and are dropped afterwards.
     """
@@ -27,8 +28,7 @@ def by_kind(
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     kind, count_of_kinds = number_combinations(codes)
     # The first tile of each kind, so that every machine evaluates the same one.
-    every = torch.arange(len(rows), device="cpu")
-    first = every.new_full((count_of_kinds,), len(rows)).scatter_reduce_(0, kind, every, "amin")
+    first = torch.from_numpy(first_of_each(kind.numpy(), count_of_kinds))
     words = [torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")]
     found, count = [torch.zeros(0, dtype=torch.int64, device="cpu")], 0
     portions = first.split(max(1, SCORES_AT_ONCE // (block_q * block_k))) if len(first) else ()
@@ -38,5 +38,5 @@ def by_kind(
         words.append(distinct)
         found.append(number + count)
         count += len(distinct)
-    part = (rows, cols, torch.cat(found)[kind] + 1, torch.cat(words))
+    part = (rows, cols, torch.cat(found).to(torch.int32).add_(1).index_select(0, kind), torch.cat(words))
     return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))

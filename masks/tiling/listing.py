@@ -11,13 +11,16 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import flag
-from sparseflash.blockmask.build import TILES_AT_ONCE, Numbers, arrays_of
+from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.patterns import TILES_AT_ONCE, Numbers, starts_of
 from sparseflash.blockmask.unique import distinct
-from sparseflash.limits import check_count
 from sparseflash.masks.tiling.draws import Integers
 
 if TYPE_CHECKING:
     from scipy import sparse
+
+
+_LONG = 256  # from this length on, copying a range beats looking up its numbers
 
 
 def between(first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +65,25 @@ def ranges(first: Integers, last: Integers) -> Iterator[tuple[slice, slice, Numb
         row, place = until, stop
 
 
+def take_ranges(table: Numbers, first: Integers, last: Integers, out: Numbers) -> None:
+    """Writes `table[first[r]]` to `table[last[r]]` of all r, one behind the other.
+
+    >>> out = np.zeros(3, dtype=np.int32)
+    >>> take_ranges(np.array([7, 8, 9], dtype=np.int32), np.array([1, 0]), np.array([2, 0]), out)
+    >>> out.tolist()
+    [8, 9, 7]
+    """
+    if len(out) < _LONG * len(first):
+        for _, places, at in ranges(first, last):
+            table.take(at, out=out[places], mode="clip")  # without this mode, NumPy would make a copy
+        return
+    place = 0
+    for start, stop in zip(first.tolist(), (last + 1).tolist(), strict=True):
+        if start < stop:
+            out[place : place + stop - start] = table[start:stop]
+            place += stop - start
+
+
 def cut_columns(
     first: Integers, last: Integers, first_full: Integers, last_full: Integers
 ) -> tuple[Integers, Integers]:
@@ -81,17 +103,8 @@ def rows_of(first: Integers, last: Integers) -> tuple[Integers, Numbers]:
     """`(indptr, cols)` of the tiles `first[i] <= j <= last[i]` of every block row i."""
     indptr = starts_of(np.maximum(last - first + 1, 0))
     cols = np.empty(indptr[-1], dtype=np.int32)
-    for _, places, some in ranges(first, last):
-        cols[places] = some
+    take_ranges(np.arange(last.max(initial=-1) + 1, dtype=np.int32), first, last, cols)
     return indptr, cols
-
-
-def starts_of(counts: Integers) -> Integers:
-    """`indptr` from the number of tiles in each row: where each row begins, and where the last one ends."""
-    made = np.zeros(len(counts) + 1, dtype=np.int64)
-    counts.cumsum(out=made[1:])
-    check_count("tiles of a mask", int(made[-1]), remedy="Use larger blocks.")
-    return made
 
 
 def incidence(labels: Tensor, count: int) -> sparse.csr_array:
@@ -113,11 +126,11 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
 
 
 def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Tensor, Tensor]:
-    """`(rows, cols)` of the blocks of queries and of keys that have a label in common, sorted.
+    """`(rows, cols)`, int32, of the blocks of queries and of keys that have a label in common, sorted.
 
     >>> first, second = (incidence(torch.tensor(labels), 4) for labels in ([[0, 1], [2, 3]], [[0, 1], [3, 3]]))
     >>> sharing(first, second)
-    (tensor([0, 1]), tensor([0, 1]))
+    (tensor([0, 1], dtype=torch.int32), tensor([0, 1], dtype=torch.int32))
 
     `of_queries`, `of_keys`: from `incidence`. Labels of the same blocks count once: a block of pixels has all of its
     columns in common with the blocks below it, and each would be found again and again.
@@ -136,7 +149,9 @@ def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Te
     differs = ~alike
     differs[alike] = blocks.indices[entry[alike]] != blocks.indices[alike]
     kept = label[(other == np.arange(len(label))) | np.logical_or.reduceat(differs, starts)]
-    return entries(of_queries[:, kept] @ of_keys[:, kept].T)
+    found = (of_keys[:, kept] @ of_queries[:, kept].T).tocsc()  # sorts the keys of each block of queries
+    rows = np.arange(of_queries.shape[0], dtype=np.int32).repeat(np.diff(found.indptr))
+    return torch.from_numpy(rows), torch.from_numpy(found.indices.astype(np.int32, copy=False))
 
 
 def _digests(blocks: Integers, starts: Integers, counts: Integers) -> Any:

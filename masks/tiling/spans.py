@@ -6,7 +6,7 @@ Tiles are listed, never scanned; bits are made a word at a time, for the tiles t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import arrays_of_rows
-from sparseflash.blockmask.unique import number_by_first_appearance, number_combinations
+from sparseflash.blockmask.patterns import Numbers, starts_of
+from sparseflash.blockmask.unique import first_combinations
 from sparseflash.masks.tiling.draws import Integers
-from sparseflash.masks.tiling.listing import columns_between, cut_columns, ranges, starts_of
+from sparseflash.masks.tiling.listing import columns_between, cut_columns, take_ranges
 
 Words = NDArray[np.int32]
 
@@ -39,22 +40,67 @@ def spans(
     Time and memory are proportional to the listed tiles: all between the first start and the last stop of the queries
     of a block row, and all in marked block rows and columns.
     """
+    return spans_of_heads(start, stop, k_len, [(rows, cols)], [0], limit=limit, block=block)
+
+
+def spans_of_heads(
+    start: Tensor, stop: Tensor, k_len: int, marks: Sequence[tuple[Tensor | None, Tensor | None]],
+    pattern: Sequence[int], *, limit: Tensor | None = None, block: Block = 128,
+) -> BlockMask:  # fmt: skip
+    """`spans` of several heads: head h has the `(rows, cols)` of `marks[pattern[h]]`, numbered by first appearance."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(len(start), k_len)
-    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    row_blocks = -(-q_len // block_q)
 
-    def of_rows(x: Tensor, clamped: bool = True) -> Any:
+    def of_rows(x: Tensor) -> Any:
         """An entry a query, by block rows."""
-        values = x.numpy()
-        if clamped:
-            values = np.minimum(np.maximum(values, 0), k_len)
-        past = row_blocks * block_q - q_len
+        values, past = x.numpy(), row_blocks * block_q - q_len
         return (np.concatenate([values, np.repeat(values[-1:], past)]) if past else values).reshape(row_blocks, block_q)
 
-    starts, stops = of_rows(start), of_rows(stop)
-    limits = None if limit is None else of_rows(limit)
+    starts, stops = (np.minimum(np.maximum(of_rows(x), 0), k_len) for x in (start, stop))
+    limits = None if limit is None else np.minimum(np.maximum(of_rows(limit), 0), k_len)
+    patterns = [
+        _not_yet_listed(starts, stops, limits, None if rows is None else of_rows(rows), cols, k_len, block_k)
+        for rows, cols in marks
+    ]
+    indptr = starts_of(np.concatenate([each.counts for each in patterns]))
+    listed, kind = np.empty(indptr[-1], dtype=np.int32), np.zeros(indptr[-1], dtype=np.int32)
+    offset = 0
+    for each, begin, end in zip(patterns, indptr[::row_blocks], indptr[row_blocks::row_blocks]):
+        take_ranges(each.columns, each.first, each.last, listed[begin:end])
+        if each.kinds.any():
+            take_ranges(each.kinds + (each.kinds > 0) * np.int32(offset), each.first, each.last, kind[begin:end])
+        for places, other in each.others:
+            kind[begin:end][places] = other + offset
+        offset += sum(map(len, each.words))
+    every = torch.from_numpy(np.concatenate([words for each in patterns for words in each.words]))
+    arrays = arrays_of_rows(
+        q_len, k_len, block_q, block_k, indptr, listed, kind, len(every), every, np.array([pattern])
+    )
+    return BlockMask(q_len, k_len, block_q, block_k, *arrays)
+
+
+class _Pattern(NamedTuple):
+    """Tiles that are not yet listed: the entries from `first` to `last` of a table, for each of some ranges."""
+
+    counts: Any  # tiles of each block row
+    first: Integers
+    last: Integers
+    columns: Numbers  # the table
+    kinds: Numbers  # of the tiles of each column
+    others: list[tuple[Any, Any]]  # places of tiles that are of other kinds, and those kinds
+    words: list[Words]
+
+
+def _not_yet_listed(
+    starts: Integers, stops: Integers, limits: Integers | None, is_row: Any, cols: Tensor | None, k_len: int,
+    block_k: int,
+) -> _Pattern:  # fmt: skip
+    row_blocks, block_q = starts.shape
+    col_blocks = -(-k_len // block_k)
     until = np.full((row_blocks, 1), k_len) if limits is None else limits
-    is_row = np.zeros((row_blocks, block_q), dtype=np.bool_) if rows is None else of_rows(rows, clamped=False)
+    is_marked = is_row is not None or cols is not None
+    is_row = np.zeros(starts.shape, dtype=np.bool_) if is_row is None else is_row
     empty = stops <= starts
     if is_row.any():  # where all queries of a block row are marked, each sees one longer run
         longer = (is_row & (empty | (starts <= until))).all(1)[:, None]
@@ -67,29 +113,30 @@ def spans(
 
     # A block row has tiles before its run, in the run and behind it: three ranges of `columns`, which lists all block
     # columns and then the marked ones.
-    columns = np.arange(col_blocks, dtype=np.int32)
+    columns, kinds = np.arange(col_blocks, dtype=np.int32), np.zeros(col_blocks, dtype=np.int32)
     ranges_of = np.zeros((2, row_blocks, 3), dtype=np.int64)  # first and last
     ranges_of[1] = -1
     ranges_of[:, :, 1] = first, last
     full_word, words_per_row = bitmask.full_word(block_k), bitmask.words_per_row(block_k)
     words: list[Words] = []
-    marked, has_cols = np.zeros(0, dtype=np.int64), np.zeros(col_blocks, dtype=np.bool_)
-    of_key, busy = None, np.flatnonzero(is_row.any(1))
+    marked, of_key = np.zeros(0, dtype=np.int64), None
+    key_number: Any = None
+    busy = np.flatnonzero(is_row.any(1))
     # Every query of the block row sees the marked keys before `whole`, and none sees one behind block `reach`.
     whole, reach = until.min(1), (until.max(1) - 1) // block_k
-    if rows is not None or cols is not None:
+    if is_marked:
         is_col = np.zeros((col_blocks, block_k), dtype=np.bool_)
         if cols is not None:
             is_col.reshape(-1)[:k_len] = cols.numpy()
-        has_cols[:] = is_col.any(1)
-        marked = np.flatnonzero(has_cols)
-        of_key = bitmask.pack(torch.from_numpy(is_col)).numpy()  # [Mk, W]
+        marked = np.flatnonzero(is_col.any(1))
+        of_key, key_number = _distinct_rows(bitmask.pack(torch.from_numpy(is_col)))  # [Mk, W]
         # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it.
         words = [
-            np.broadcast_to(of_key[marked][:, None, :], (len(marked), block_q, words_per_row)),
+            np.broadcast_to(of_key[:, None, :], (len(of_key), block_q, words_per_row)),
             np.broadcast_to((is_row[busy] * np.int32(full_word))[:, :, None], (len(busy), block_q, words_per_row)),
         ]
         columns = np.concatenate([columns, marked.astype(np.int32)])
+        kinds = np.concatenate([kinds, (key_number[marked] + 1).astype(np.int32)])
         end = marked.searchsorted(reach, side="right")
         ranges_of[0, :, 0] = col_blocks
         ranges_of[1, :, 0] = col_blocks - 1 + np.where(no_run, end, np.minimum(marked.searchsorted(first), end))
@@ -99,13 +146,9 @@ def spans(
         ranges_of[0, busy, 0], ranges_of[1, busy, 0] = 0, np.where(no_run, reach, np.minimum(first - 1, reach))[busy]
         ranges_of[0, busy, 2], ranges_of[1, busy, 2] = np.where(no_run, reach, last)[busy] + 1, reach[busy]
     counts = np.maximum(ranges_of[1] - ranges_of[0] + 1, 0)
-    indptr = starts_of(counts.sum(1))
-    begin = indptr[:-1, None] + counts.cumsum(1) - counts - ranges_of[0]  # plus a place in `columns`: that in the list
-    listed, kind = np.empty(indptr[-1], dtype=np.int32), np.zeros(indptr[-1], dtype=np.int32)
-    for _, places, at in ranges(ranges_of[0].reshape(-1), ranges_of[1].reshape(-1)):
-        listed[places] = columns[at]
-        if len(marked):
-            kind[places] = np.maximum(at - (col_blocks - 1), 0)
+    of_row = counts.sum(1)
+    begin = (of_row.cumsum() - of_row)[:, None] + counts.cumsum(1) - counts - ranges_of[0]  # plus an index in `columns`
+    others: list[tuple[Any, Any]] = []
 
     # The words of all other tiles are computed: in a run, the tiles at its ends; outside of it, the tiles past the
     # first limit of a block row, and the tiles in which marked queries see marked keys.
@@ -113,7 +156,8 @@ def spans(
     most = stops.min(1)
     r, c = cut_columns(first, last, first_full, np.where(most == k_len, col_blocks, most // block_k) - 1)
     cut = [(r, c, begin[r, 1] + c)]
-    alike = np.minimum((marked + 1) * block_k, k_len).searchsorted(whole, side="right")
+    block_ends = np.minimum(np.arange(block_k, (col_blocks + 1) * block_k, block_k), k_len)
+    alike = block_ends[marked].searchsorted(whole, side="right")
     for part in (0, 2):
         if len(marked):
             last_at = ranges_of[1, :, part].copy()
@@ -121,23 +165,29 @@ def spans(
             r, c = columns_between(np.maximum(ranges_of[0, :, part], col_blocks + alike), last_at)
             cut.append((r, marked[c - col_blocks], begin[r, part] + c))
         if len(busy):
-            number, c = columns_between(*ranges_of[:, busy, part])
-            r = busy[number]
-            kind[begin[r, part] + c] = number + 1 + len(marked)
-            own = has_cols[c] | (whole[r] < np.minimum((c + 1) * block_k, k_len))
-            cut.append((r[own], c[own], (begin[r, part] + c)[own]))
+            lowest, highest = ranges_of[:, busy, part]
+            at = begin[busy, part]
+            places = (at + lowest).tolist(), (at + np.maximum(highest + 1, lowest)).tolist()
+            others += [(slice(*each), 1 + len(words[0]) + n) for n, each in enumerate(zip(*places, strict=True))]
+            past = block_ends.searchsorted(whole[busy], side="right")
+            before = marked.searchsorted(np.minimum(highest, past - 1), side="right") - 1
+            number, c = columns_between(marked.searchsorted(lowest), before)
+            cut.append((busy[number], marked[c], at[number] + marked[c]))
+            number, c = columns_between(np.maximum(lowest, past), highest)
+            cut.append((busy[number], c, at[number] + c))
 
     # In a window or a chunk, the runs of many block rows have the same position relative to the tiles: block rows of
     # equal profile hold the same bits at the same distance, so bits are made once for each combination.
     r, c, place = (column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*cut, strict=True))
-    offset = len(marked) + len(busy)
+    offset = sum(map(len, words))
     nearest = np.arange(row_blocks) * block_q // block_k
     ends = [starts, stops] if limits is None else [starts, stops, limits]
     relative = [(x - nearest[:, None] * block_k).astype(np.int32) for x in ends]
-    codes = [_numbers(relative if of_key is None else [*relative, is_row.astype(np.int32)])[r], c - nearest[r]]
+    profile = np.stack(relative if of_key is None else [*relative, is_row.astype(np.int32)], 1)
+    codes = [_distinct_rows(torch.from_numpy(profile))[1][r], c - nearest[r]]
     if of_key is not None:
-        codes.append(_numbers([of_key])[c])
-    number, first_of = _combinations(codes)
+        codes.append(key_number[c])
+    number, first_of = first_combinations(codes)
     found = []
     at_once = max(1, WORDS_AT_ONCE // (block_q * words_per_row))
     for begun in range(0, max(1, len(first_of)), at_once):
@@ -145,36 +195,17 @@ def spans(
         a, corner = r[some], c[some, None] * block_k
         bits = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
         if of_key is not None:
-            seen = np.where(is_row[a][:, :, None], np.int32(full_word), of_key[c[some]][:, None, :])
+            seen = np.where(is_row[a][:, :, None], np.int32(full_word), of_key[key_number[c[some]]][:, None, :])
             bits |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)
         distinct, inverse = bitmask.deduplicate(torch.from_numpy(bits))
         words.append(distinct.numpy())
         found.append(inverse.numpy() + 1 + offset)
         offset += len(distinct)
-    kind[place] = np.concatenate(found)[number]
-    every = torch.from_numpy(np.concatenate(words))
-
-    def words_of(kinds: Integers) -> Tensor:
-        return every.index_select(0, torch.from_numpy(kinds))
-
-    return BlockMask(
-        q_len, k_len, block_q, block_k,
-        *arrays_of_rows(q_len, k_len, block_q, block_k, indptr, listed, kind, len(every), words_of),
-    )  # fmt: skip
+    others.append((place, np.concatenate(found)[number]))
+    first, last = ranges_of.reshape(2, -1)
+    return _Pattern(of_row, first, last, columns, kinds, others, words)
 
 
-def _numbers(columns: Sequence[Words]) -> Integers:
-    """A number for each distinct row of matrices of equally many rows."""
-    rows = torch.from_numpy(np.stack(columns, 1))
-    return bitmask.deduplicate(rows)[1].numpy()
-
-
-def _combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
-    """A number for each combination of codes, by first appearance, and where each combination appears first."""
-    if len(codes[0]) <= bitmask.FEW:
-        known: dict[tuple[int, ...], int] = {}
-        number = [known.setdefault(each, len(known)) for each in zip(*[x.tolist() for x in codes], strict=True)]
-        numbered = np.array(number, dtype=np.int64)
-        return numbered, np.unique(numbered, return_index=True)[1]
-    found, first = number_by_first_appearance(number_combinations([torch.from_numpy(x) for x in codes])[0])
-    return found.numpy(), first.numpy()
+def _distinct_rows(rows: Tensor) -> tuple[Words, Integers]:
+    found, number = bitmask.deduplicate(rows.unsqueeze(1) if rows.ndim == 2 else rows)
+    return found.numpy().reshape(-1, *rows.shape[1:]), number.numpy()

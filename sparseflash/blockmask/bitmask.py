@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.blockmask.cache import bounded
-from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.blockmask.unique import FEW, number_by_first_appearance
 
 WORD = 32  # scores per word
-FEW = 32  # up to this many tiles on the CPU, comparing their bytes in Python beats array operations
 WORDS_AT_ONCE = 1 << 22  # words processed at a time: 16 MB, and a few times as much in temporaries
 _SERIAL = (1 << 15) - 1  # the most words that PyTorch processes on one thread: at::internal::GRAIN_SIZE - 1
 

@@ -5,28 +5,35 @@ NumPy sorts and numbers lists of tiles on the CPU, because PyTorch is slower on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import known_integers
+from sparseflash.blockmask.patterns import (
+    TILES_AT_ONCE,
+    Integers,
+    Numbers,
+    Pattern,
+    distinct_patterns,
+    first_of_each,
+    joined,
+    patterns_of,
+)
+from sparseflash.blockmask.unique import number_by_first_appearance
 from sparseflash.limits import check_count
 
 SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 
-TILES_AT_ONCE = 1 << 16  # tiles of a list handled at a time: temporaries of a list of millions stay in a CPU's caches
-
-Integers = NDArray[np.int64]
-Numbers = NDArray[np.int32]
-
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _REMEDY = "Use larger blocks, or fewer patterns."
+
+_ONE = np.zeros((1, 1), dtype=np.int64)  # one pattern for all batch elements and heads
 
 
 def tiles_of_dense(dense: Tensor, block_q: int, block_k: int) -> Part:
@@ -87,53 +94,62 @@ def arrays_of_tiles(
     check_count("tiles of a mask", len(rows), remedy=_REMEDY)
     i, j, kind = (x.cpu().numpy() for x in (rows, cols, tile))
     if not _in_order(i, j):
-        order = (i * col_blocks + j).argsort(kind="stable")  # merges sorted runs, which most lists consist of
+        order = (i.astype(np.int64) * col_blocks + j).argsort(
+            kind="stable"
+        )  # merges sorted runs, which most lists consist of
         i, j, kind = i[order], j[order], kind[order]
         if not _in_order(i, j):
             raise ValueError("a tile must not be listed twice.")
-    listed = i.searchsorted(np.arange(patterns * row_blocks + 1)), j.astype(np.int32), kind.astype(np.int32)
+    indptr = i.searchsorted(np.arange(patterns * row_blocks + 1, dtype=i.dtype))
+    listed = indptr, j.astype(np.int32), kind.astype(np.int32)
+    return arrays_of_rows(q_len, k_len, block_q, block_k, *listed, len(words), words, pattern.cpu().numpy())
 
-    def words_of(kinds: Integers) -> Tensor:
-        return words.index_select(0, torch.from_numpy(kinds).to(words.device))
 
-    device = words.device
-    indptr, indices, kinds, bits = _canonical(q_len, k_len, block_q, block_k, *listed, len(words), words_of, device)
-    keep, number = distinct_patterns(indptr, indices, kinds, row_blocks)
-    if len(keep) < patterns:
-        # The first copy of each pattern is kept, so partial tiles stay numbered by first appearance.
-        starts = indptr[::row_blocks].tolist()
-        counts = np.diff(indptr).reshape(patterns, row_blocks)[keep].reshape(-1)
-        indptr = np.concatenate([[0], counts.cumsum()])
-        indices = np.concatenate([indices[starts[p] : starts[p + 1]] for p in keep])
-        kinds = np.concatenate([kinds[starts[p] : starts[p + 1]] for p in keep])
-    number_of = np.array(number)[pattern.cpu().numpy()]
-    made = [torch.from_numpy(x.astype(np.int32, copy=False)).to(device) for x in (indptr, indices, kinds, number_of)]
-    return made[0], made[1], made[2], bits, made[3]
+def arrays_of_patterns(
+    q_len: int, k_len: int, block_q: int, block_k: int, patterns: Sequence[Pattern], words: Tensor, pattern: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same arrays from whole patterns, which may be equal or unused. `pattern`: int64 `[B, H]`."""
+    number, appears = number_by_first_appearance(pattern.reshape(-1))
+    used = [patterns[p] for p in pattern.reshape(-1)[appears].tolist()]
+    check_count("patterns x block rows", len(used), -(-q_len // block_q), remedy=_REMEDY)
+    check_count("tiles of a mask", sum(len(each.tile) for each in used), remedy=_REMEDY)
+    keep, kept_as = distinct_patterns(used)
+    of_head = np.array(kept_as)[number.view(pattern.shape).cpu().numpy()]
+    listed = joined([used[p] for p in keep])
+    return arrays_of_rows(q_len, k_len, block_q, block_k, *listed, len(words), words, of_head)
 
 
 def arrays_of_rows(
     q_len: int, k_len: int, block_q: int, block_k: int, indptr: Integers, cols: Numbers, kind: Numbers, kinds: int,
-    words_of: Callable[[Integers], Tensor],
+    words: Tensor | Callable[[Integers], Tensor], pattern: Integers = _ONE,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same arrays for a single pattern, whose tiles are listed row by row.
+    """The same arrays from tiles listed row by row, the rows of pattern 1 after those of pattern 0.
 
-    The tiles of block row i are at `cols[indptr[i] : indptr[i + 1]]`, ascending. `kind`: 0 for a full tile; the scores
-    of a tile of kind t, at most `kinds`, are `words_of([t - 1])`, int32 `[1, block_q, W]`, and may be all, none, or
-    those of another kind. Both lists are written to.
+    The tiles of row i are at `cols[indptr[i] : indptr[i + 1]]`, ascending. `kind`: 0 for a full tile; the scores of a
+    tile of kind t, at most `kinds`, are `words[t - 1]` or `words([t - 1])[0]`, int32 `[block_q, W]`, and may be all,
+    none, or those of another kind. Both lists are written to, and may become arrays of the mask. `pattern`: as in
+    `arrays_of_tiles`. The arrays are made on the device of the words.
     """
-    arrays = _canonical(q_len, k_len, block_q, block_k, indptr, cols, kind, kinds, words_of, torch.device("cpu"))
-    indptr, indices, tile, bits = arrays
-    pattern = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
-    return torch.from_numpy(indptr.astype(np.int32)), torch.from_numpy(indices), torch.from_numpy(tile), bits, pattern
+    device = words.device if isinstance(words, Tensor) else torch.device("cpu")
+    indptr, cols, kind, bits = _canonical(q_len, k_len, block_q, block_k, indptr, cols, kind, kinds, words, device)
+    listed = patterns_of(indptr, cols, kind, -(-q_len // block_q))
+    keep, number = distinct_patterns(listed)
+    if len(keep) < len(listed):
+        # The first copy of each pattern is kept, so partial tiles stay numbered by first appearance.
+        indptr, cols, kind = joined([listed[p] for p in keep])
+    made = indptr.astype(np.int32), cols, kind, np.array(number, dtype=np.int32)[pattern]
+    indptr_made, indices, tile, numbers = (torch.from_numpy(x).to(device) for x in made)
+    return indptr_made, indices, tile, bits, numbers
 
 
 def _canonical(
     q_len: int, k_len: int, block_q: int, block_k: int, indptr: Integers, cols: Numbers, kind: Numbers, kinds: int,
-    words_of: Callable[[Integers], Tensor], device: torch.device,
+    words: Tensor | Callable[[Integers], Tensor], device: torch.device,
 ) -> tuple[Integers, Numbers, Numbers, Tensor]:  # fmt: skip
     """Trims the tiles at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`.
 
-    Lists can have millions of tiles. They are read twice, in portions, and no other list of that length is made.
+    Lists can have millions of tiles. Kinds are read once and written once, in portions, and no other list of that
+    length is made.
     """
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     # A tile that is cut at the end of the sequence is of a kind of its own. Few kinds are distinct, and each is
@@ -146,15 +162,16 @@ def _canonical(
     if k_len % block_k:
         last = indptr[1:][indptr[1:] > indptr[:-1]] - 1
         kind[last[cols[last] == col_blocks - 1]] += 2 * span
-    first = np.full(4 * span, len(kind), dtype=np.int64)
-    for start in range(0, len(kind), TILES_AT_ONCE)[::-1]:
-        some = kind[start : start + TILES_AT_ONCE]
-        listed = np.flatnonzero(some)[::-1]
-        first[some[listed]] = listed + start  # the last write wins: the first appearance
+    first = first_of_each(kind, 4 * span)
     # Kinds are classified by first appearance in the rows, so that equal masks have equal arrays.
-    found = np.flatnonzero(first < len(kind))
+    found = np.flatnonzero(first[1:] < len(kind)) + 1  # but full tiles that are not cut
     found = found[first[found].argsort()]
     ends = _ends(q_len, k_len, block_q, block_k, device)
+
+    def words_of(number: Integers) -> Tensor:
+        if isinstance(words, Tensor):
+            return words.index_select(0, torch.from_numpy(number).to(device))
+        return words(number)
 
     def trimmed(some: Integers) -> Tensor:
         number = some % span - 1
@@ -172,7 +189,8 @@ def _canonical(
     numbers[found] = kind_of.cpu().numpy()
     if (numbers[found] != found).any():
         for start in range(0, len(kind), TILES_AT_ONCE):
-            kind[start : start + TILES_AT_ONCE] = numbers[kind[start : start + TILES_AT_ONCE]]
+            some = kind[start : start + TILES_AT_ONCE]
+            numbers.take(some, out=some, mode="clip")  # without this mode, NumPy would make a copy
     if (numbers < 0).any():
         live = kind >= 0
         indptr = indptr - np.flatnonzero(~live).searchsorted(indptr)
@@ -201,25 +219,3 @@ def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.devi
     ends[1::2, live_q:] = 0
     ends[2:] &= bitmask.below(live_k, block_k)
     return torch.from_numpy(ends).to(device)
-
-
-def distinct_patterns(
-    indptr: Integers, indices: Numbers, tile: Numbers, row_blocks: int
-) -> tuple[list[int], list[int]]:
-    """`(keep, pattern)`: the first pattern of each distinct kind, and the index in `keep` of every pattern's kind."""
-    patterns = (len(indptr) - 1) // row_blocks
-    if patterns == 1:
-        return [0], [0]
-    counts = np.diff(indptr).reshape(patterns, row_blocks)
-    starts = indptr[::row_blocks].tolist()
-    number: dict[tuple[bytes, bytes, bytes], int] = {}
-    keep: list[int] = []
-    pattern: list[int] = []
-    for p in range(patterns):
-        span = slice(starts[p], starts[p + 1])
-        arrays = (counts[p].tobytes(), indices[span].tobytes(), tile[span].tobytes())
-        if arrays not in number:
-            number[arrays] = len(keep)
-            keep.append(p)
-        pattern.append(number[arrays])
-    return keep, pattern

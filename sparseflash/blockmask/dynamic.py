@@ -18,12 +18,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from sparseflash.blockmask.build import arrays_of_tiles
-from sparseflash.blockmask.csr import stored_tiles
-from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.blockmask.build import arrays_of_patterns
+from sparseflash.blockmask.patterns import patterns_of_mask
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -31,15 +29,4 @@ if TYPE_CHECKING:
 
 def canonical_arrays_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The canonical `(indptr, indices, tile, bits, pattern)` of a mask; synchronises with the device."""
-    row_blocks = mask.blocks[0]
-    rows, cols, tile = stored_tiles(mask)
-    number, first = number_by_first_appearance(mask.pattern.reshape(-1).long())
-    used = mask.pattern.reshape(-1).long()[first]
-    renumbered = used.new_full(((len(mask.indptr) - 1) // row_blocks,), -1)
-    renumbered[used] = torch.arange(len(used), device=mask.device)
-    rows = renumbered[rows // row_blocks] * row_blocks + rows % row_blocks
-    kept = rows >= 0
-    return arrays_of_tiles(
-        mask.q_len, mask.k_len, mask.block_q, mask.block_k,
-        rows[kept], cols[kept], tile[kept], mask.bits, number.view(mask.pattern.shape), len(used),
-    )  # fmt: skip
+    return arrays_of_patterns(*mask._numbers(), patterns_of_mask(mask), mask.bits, mask.pattern.long())

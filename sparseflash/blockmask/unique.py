@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Integers = NDArray[np.int64]
+
+FEW = 32  # up to this many values on the CPU, comparing them in Python beats array operations
+AT_ONCE = 1 << 16  # values handled at a time: temporaries of millions of values stay in a CPU's caches
 
 
 def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +88,42 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
         if span == 1 and count:
             continue
         # No overflow: there are at most E < 2^31 numbers, and the span of a realistic code is below 2^32.
-        found, number = distinct(number * span + (code - least))
-        count = len(found)
+        if not _is_small(count * span, number):
+            found, number = distinct(number * span + (code - least))
+            count = len(found)
+            continue
+        occurs = torch.zeros(count * span, dtype=torch.bool, device=number.device)
+        for some, new in zip(number.split(AT_ONCE), code.split(AT_ONCE), strict=True):
+            some.mul_(span).add_(new).sub_(least)
+            occurs[some] = True
+        rank = occurs.cumsum(0).sub_(1)
+        for some in number.split(AT_ONCE):
+            some.copy_(rank[some])
+        count = int(rank[-1]) + 1
     return number, count
+
+
+def first_combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
+    """A number for each combination of codes that occurs, by first appearance, and where each one appears first.
+
+    >>> number, first = first_combinations([np.array([5, 5, 9, 5]), np.array([2, 1, 1, 2])])
+    >>> number.tolist(), first.tolist()
+    ([0, 1, 2, 0], [0, 1, 2])
+
+    `codes`: int arrays `[E]` of one length.
+    """
+    if len(codes[0]) <= FEW:
+        known: dict[tuple[int, ...], int] = {}
+        first: list[int] = []
+        number = []
+        for place, each in enumerate(zip(*[code.tolist() for code in codes], strict=True)):
+            if each not in known:
+                known[each] = len(known)
+                first.append(place)
+            number.append(known[each])
+        return np.array(number, dtype=np.int64), np.array(first, dtype=np.int64)
+    numbers, firsts = number_by_first_appearance(number_combinations([torch.from_numpy(code) for code in codes])[0])
+    return numbers.numpy(), firsts.numpy()
 
 
 def _span(values: Tensor) -> tuple[int, int]:

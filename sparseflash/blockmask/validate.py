@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import block_pair, token_counts
-from sparseflash.blockmask.build import distinct_patterns
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.patterns import distinct_patterns, patterns_of
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import number_by_first_appearance
 from sparseflash.limits import check_count
@@ -102,9 +102,8 @@ def validate(mask: BlockMask) -> None:
     seen = number_by_first_appearance(pattern.reshape(-1))
     numbered = dynamic or torch.equal(pattern.reshape(-1)[seen[1]], torch.arange(patterns, device="cpu"))
     must(numbered, "patterns must be numbered as they first appear, and each one used")
-    distinct = (
-        dynamic or len(distinct_patterns(indptr.numpy(), indices.numpy(), tile.numpy(), row_blocks)[0]) == patterns
-    )
+    listed = patterns_of(indptr.numpy(), indices.numpy(), tile.numpy(), row_blocks)
+    distinct = dynamic or len(distinct_patterns(listed)[0]) == patterns
     must(distinct, "equal patterns must be stored once")
     if mask.lengths is not None:
         q_lengths, k_lengths = mask.lengths.cpu()

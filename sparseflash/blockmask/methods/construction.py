@@ -244,9 +244,6 @@ def dense(cls: type[BlockMask], q_len: int, k_len: int | None = None, *, block: 
     check_count("tiles of a mask", row_blocks, col_blocks, remedy="Use larger blocks.")
     indptr = np.arange(row_blocks + 1) * col_blocks
     cols, full = np.tile(np.arange(col_blocks, dtype=np.int32), row_blocks), np.zeros(indptr[-1], dtype=np.int32)
-
-    def no_words(kinds: Any) -> Tensor:
-        return torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
-
+    no_words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
     arrays = arrays_of_rows(q_len, k_len, block_q, block_k, indptr, cols, full, 0, no_words)
     return cls(q_len, k_len, block_q, block_k, *arrays)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import alternatives
-from sparseflash.blockmask.build import Integers
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of
+from sparseflash.blockmask.patterns import Integers
 from sparseflash.blockmask.threads import on_one_thread
-from sparseflash.blockmask.unique import distinct, number_combinations
+from sparseflash.blockmask.unique import distinct, first_combinations
 
 Words = NDArray[np.uint32]  # unsigned, because a shift to the right must not copy the sign bit
 
@@ -59,7 +59,7 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     # The blocks of the result cut a part's tiles where it does not begin at a block: the first block inside the part
     # begins with its query `q_cut` and key `k_cut`. Equal parts that are cut alike are cut once.
     codes = source, -q_start % block_q, -k_start % block_k, q_size, k_size
-    which, first = _combinations(codes)
+    which, first = first_combinations(codes)
     cut = _cut(_listed(masks, heads), masks, *(code[first] for code in codes))
     part, tile = _runs(cut.start[which], cut.start[which + 1])
     row = cut.head[tile] * row_blocks + cut.row[tile] + (-(-q_start // block_q))[part]
@@ -158,7 +158,7 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
     `k_cut * block_q + q_cut`, and the numbers of queries and keys that are inside.
     """
     block_q, width = known.shape[1:]
-    which, first = _combinations([*recipes[:, :5].T])  # most recipes differ in the ends alone
+    which, first = first_combinations([*recipes[:, :5].T])  # most recipes differ in the ends alone
     words = _moved(known, recipes[first, :5], block_k)[which]
     ended = np.flatnonzero((recipes[:, 5] < block_q) | (recipes[:, 6] < block_k))
     at_once = max(1, _WORDS_AT_ONCE // known[0].size)
@@ -221,13 +221,6 @@ def _merged(
     kind = kind[first]
     kind[shared] = np.arange(len(words) + 1, len(words) + 1 + len(shared))
     return key[first] // col_blocks, key[first] % col_blocks, kind, np.concatenate([words, union])
-
-
-def _combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
-    numbered, count = number_combinations([torch.from_numpy(code) for code in codes])
-    number, first = numbered.numpy(), np.zeros(count, dtype=np.int64)
-    first[number] = np.arange(len(number))
-    return number, first
 
 
 def _distinct(values: Integers) -> tuple[Integers, Integers]:

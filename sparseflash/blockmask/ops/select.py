@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import integer, known_integers
-from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
-from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.blockmask.ops.tilelist import mask_of_patterns
+from sparseflash.blockmask.patterns import patterns_of_mask
 
 Choice = int | slice | Sequence[int] | Tensor
 
@@ -27,13 +27,7 @@ def select(mask: BlockMask, batch: Choice | None, heads: Choice | None) -> Block
         lengths = lengths[:, elements] if lengths is not None and lengths.shape[1] > 1 else lengths
     if chosen_heads is not None and pattern.shape[1] > 1:
         pattern = pattern[:, chosen_heads]
-    number, first = number_by_first_appearance(pattern.reshape(-1))
-    row, entry = take_patterns(mask, pattern.reshape(-1)[first])
-    made = TileList(
-        mask.q_len, mask.k_len, mask.block_q, mask.block_k,
-        row, mask.indices[entry].long(), mask.tile[entry].long(), mask.bits, number.view(pattern.shape), len(first),
-    )  # fmt: skip
-    return mask_of(made, lengths)
+    return mask_of_patterns(mask, patterns_of_mask(mask), mask.bits, pattern, lengths)
 
 
 def _numbers(name: str, given: Choice | None, count: int, device: torch.device) -> Tensor | None:

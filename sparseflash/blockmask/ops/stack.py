@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
-from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
-from sparseflash.blockmask.stats import pattern_count
-from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.blockmask.ops.tilelist import mask_of_patterns
+from sparseflash.blockmask.patterns import Pattern, patterns_of_mask
 
 
 def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
@@ -82,33 +82,13 @@ def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: 
     first = masks[0]
     if len(masks) == 1:
         return first
-    offsets: dict[int, tuple[int, int]] = {}
-    distinct = []
-    pattern_total = word_total = 0
-    for mask in masks:
-        if id(mask) not in offsets:
-            offsets[id(mask)] = pattern_total, word_total
-            distinct.append(mask)
-            pattern_total += pattern_count(mask)
-            word_total += len(mask.bits)
-    grid = torch.cat(
-        [pattern.long() + offsets[id(mask)][0] for mask, pattern in zip(masks, patterns, strict=True)], dim=dim
-    )
-    number, appears = number_by_first_appearance(grid.reshape(-1))
-    chosen = grid.reshape(-1)[appears]
-    rows, cols, kinds = [], [], []
-    row_blocks = first.blocks[0]
-    for mask in distinct:
-        start, words_before = offsets[id(mask)]
-        place = ((chosen >= start) & (chosen < start + pattern_count(mask))).nonzero().squeeze(1)
-        row, entry = take_patterns(mask, chosen[place] - start)
-        rows.append(place[row // row_blocks] * row_blocks + row % row_blocks)
-        cols.append(mask.indices[entry].long())
-        kind = mask.tile[entry].long()
-        kinds.append(torch.where(kind > 0, kind + words_before, 0))
-    made = TileList(
-        first.q_len, first.k_len, first.block_q, first.block_k,
-        torch.cat(rows), torch.cat(cols), torch.cat(kinds), torch.cat([mask.bits for mask in distinct]),
-        number.view(grid.shape), len(chosen),
-    )  # fmt: skip
-    return mask_of(made, None if lengths is None else lengths.expand(2, batch))
+    distinct = {id(mask): mask for mask in masks}
+    words, number_of_word = bitmask.deduplicate(torch.cat([mask.bits for mask in distinct.values()]))
+    tables = number_of_word.to(torch.int32).add_(1).cpu().split([len(mask.bits) for mask in distinct.values()])
+    listed: list[Pattern] = []
+    offsets: dict[int, int] = {}
+    for mask, table in zip(distinct.values(), tables, strict=True):
+        offsets[id(mask)] = len(listed)
+        listed += patterns_of_mask(mask, np.concatenate([[0], table.numpy()], dtype=np.int32))
+    grid = torch.cat([pattern.long() + offsets[id(mask)] for mask, pattern in zip(masks, patterns, strict=True)], dim)
+    return mask_of_patterns(first, listed, words, grid, None if lengths is None else lengths.expand(2, batch))

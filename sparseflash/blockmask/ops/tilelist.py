@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.build import arrays_of_tiles
+from sparseflash.blockmask.build import arrays_of_patterns, arrays_of_tiles
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.patterns import Pattern
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct
 
@@ -55,7 +56,18 @@ def mask_of(made: TileList, lengths: Tensor | None = None) -> BlockMask:
         made.q_len, made.k_len, made.block_q, made.block_k,
         made.row, made.col, made.kind, made.words, made.pattern, made.patterns,
     )  # fmt: skip
-    mask = BlockMask(made.q_len, made.k_len, made.block_q, made.block_k, *arrays)
+    return _padded(BlockMask(made.q_len, made.k_len, made.block_q, made.block_k, *arrays), lengths)
+
+
+def mask_of_patterns(
+    like: BlockMask, patterns: Sequence[Pattern], words: Tensor, pattern: Tensor, lengths: Tensor | None
+) -> BlockMask:
+    """The mask of the size of `like` whose batch elements and heads have the patterns `pattern`, int64 `[B, H]`."""
+    numbers = like._numbers()
+    return _padded(BlockMask(*numbers, *arrays_of_patterns(*numbers, patterns, words, pattern)), lengths)
+
+
+def _padded(mask: BlockMask, lengths: Tensor | None) -> BlockMask:
     return mask if lengths is None else mask.with_lengths(q_lengths=lengths[0], k_lengths=lengths[1])
 
 
