@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflash.backends.direct import is_plain_call
+from sparseflash.backends.operators import Operator
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import Operator, empty_gradient, empty_kept, empty_lse, empty_out
+from sparseflash.backends.registration import empty_gradient, empty_kept, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.dispatch import Decision
@@ -26,43 +25,31 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), empty_kept(q)
-    run: Any = prepared(q, k, v, problem, changes).prepare_forward(q, k, v, changes)
-    more = () if changes is None else (changes,)
-    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, *more)
+    run = prepared(q, k, v, problem, changes).prepare_forward(q, k, v, changes)
+    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, changes)
     return out, lse, empty_kept(q) if kept is None else kept
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if saved.q.numel() == 0 or saved.k.numel() == 0:
-        return _zeros(saved)
-    return prepared(*saved[:3], problem).backward(dout, dlse, saved, problem.lengths, problem.dropout)
-
-
-def _zeros(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_gradient(x).zero_() for x in saved[:3])  # type: ignore[return-value]
-
-
-attention = Operator("triton", _forward, _backward, empty_kept)
-
-
-def _scored_backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, changes: Scores | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     if saved.q.numel() == 0 or saved.k.numel() == 0:
-        learned = [torch.zeros_like(x) if wants else None for x, wants in zip(changes.tensors(), wanted, strict=True)]
-        return *_zeros(saved), learned
+        tensors = [] if changes is None else changes.tensors()
+        learned = [torch.zeros_like(x) if wants else None for x, wants in zip(tensors, wanted, strict=True)]
+        dq, dk, dv = (empty_gradient(x).zero_() for x in (saved.q, saved.k, saved.v))
+        return dq, dk, dv, learned
     call = prepared(*saved[:3], problem, changes)
+    if changes is None:
+        return *call.backward(dout, dlse, saved, problem.lengths, problem.dropout), []
     return call.scored_backward(dout, dlse, saved, problem.lengths, problem.dropout, changes, wanted)
 
 
-scored_attention = ScoredOperator("triton", _forward, _scored_backward, empty_kept)
+attention = Operator("triton", _forward, _backward, empty_kept)
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
@@ -92,13 +79,13 @@ def choices(
     _, second = call.decision(q, v, changes, wanted, backward=True)
     forward, _ = first.serving().passes()
     numbers = problem.scale, problem.dropped
-    more: dict[str, Any] = {} if changes is None else {"changes": changes}
-    found = forward(setting, (q.device, key), q, k, v, *numbers, **more).choices()
+    found = forward(setting, (q.device, key), q, k, v, *numbers, changes=changes).choices()
     if second.family is not None or torch.is_grad_enabled():
         _, backward = second.serving().passes()
         out = empty_out(like(q), like(v))
-        more |= {} if changes is None else {"wanted": wanted}
-        made = backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more)
+        made = backward(
+            setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, changes=changes, wanted=wanted
+        )
         found = [*found, *made.choices()]
     notes = [each.family.note(asked) for each in (first, second) if each.family is not None]
     return (first, second), found, next((note for note in notes if note is not None), None)
