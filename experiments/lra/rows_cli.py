@@ -77,7 +77,7 @@ def arena_command(
         by_task = {row.config.task: row.config for row in found}
         loaded = {task: find_data(config, places.get(task), console) for task, config in by_task.items()}
         with pausing(until) as pause:
-            sessions = {task: Session(each, False, pause, SINGLE, False, console) for task, each in loaded.items()}
+            sessions = {task: Session(each, False, pause, SINGLE, console) for task, each in loaded.items()}
             complete = arena.train_all(found, series.parsed(seeds), sessions, until)
         console.print(markdown(arena.table(out)), markup=False, highlight=False, soft_wrap=True)
         console.print("All runs are complete." if complete else "Paused: the same command goes on.")
