@@ -278,38 +278,25 @@ def table_command(
             "--recorded/--no-recorded", help="Time the steps of all variants as CUDA graphs, or launched by the host."
         ),
     ] = TableOptions.recorded,
-    keep_times: Annotated[
-        bool, typer.Option("--keep-times", help="Measure nothing: keep the times in --out, and collect accuracies.")
-    ] = False,
-    runs: Annotated[
-        Path | None,
-        typer.Option(help="Accuracies are those of all finished runs below this folder.", show_default=str(RUNS)),
-    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for table.md, table.png and the numbers.")] = TABLE,
     device: Annotated[
         str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, to test the command.")
     ] = "cuda",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """The paper's table: accuracies of finished runs, and training speed beside standard attention at the shapes of
-    five tasks.
+    """The FlashAttention paper's table: training speed beside standard attention at the shapes of five tasks.
 
     Variants that differ from fp64 are not timed.
     """
     with short_errors():
         require_single_process("table")
-        if runs is not None and not runs.is_dir():
-            raise FileNotFoundError(f"there is no folder {runs}")
-        options = None
-        if not keep_times:
-            place = find_device(device)
-            chosen = tuple(tasks.split(",")), tuple(variants.split(","))
-            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, compiled, recorded)
+        place = find_device(device)
+        chosen = tuple(tasks.split(",")), tuple(variants.split(","))
+        options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, compiled, recorded)
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        command = command_line("experiments.lra", without=("--out", "--runs"))
-        results = table.run(options, runs or RUNS, out, command, commit, say)
+        results = table.run(options, out, command_line("experiments.lra", without=("--out",)), commit, say)
         print_table(console, summary(results))
-        console.print(f"The table, the times and the accuracies: {out / 'table.md'}", soft_wrap=True)
+        console.print(f"The table and the times: {out / 'table.md'}", soft_wrap=True)
         raise typer.Exit(0 if all_right(results.times) else 1)
 
 
