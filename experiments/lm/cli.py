@@ -18,7 +18,7 @@ from experiments.lm.presets import PRESETS
 from experiments.lm.sample import continued, opened
 from experiments.lm.train import saved_run
 from experiments.measurements import current_run, run_of
-from experiments.training import series, tensorboard
+from experiments.training import series
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
 from experiments.training.environment import command_line, environment
@@ -29,7 +29,6 @@ from experiments.training.options import (
     PauseAfter,
     Record,
     Resume,
-    TensorBoard,
     command_group,
     deadline,
     folder_to_resume,
@@ -192,7 +191,6 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     pause_after: PauseAfter = None,
-    tensorboard_files: TensorBoard = False,
     record: Record = None,
 ) -> None:
     """Train a language model on text, and write its validation loss. A preset changes the defaults below.
@@ -201,8 +199,6 @@ def train(
     shard weights and optimiser. With --context-parallel N, N processes share each sequence.
     """
     with short_errors():
-        if tensorboard_files:
-            tensorboard.writer_class()  # may raise
         if resume:
             saved = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config, data = resumed(saved.config, chosen), data or saved.data
@@ -220,7 +216,7 @@ def train(
             with pausing(until) as pause:
                 metrics = session.train(
                     config, store, folder, resume=resume, overwrite=overwrite, pause=pause, ranks=ranks,
-                    tensorboard=tensorboard_files, console=console,
+                    console=console,
                 )  # fmt: skip
             if metrics is None:
                 print_resuming(console, "experiments.lm", folder, ranks)

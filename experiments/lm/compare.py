@@ -109,7 +109,7 @@ def train_all(
             return False
         metrics = session.train(
             config, store, folder, resume=run_folder.holds_run(folder), overwrite=False, pause=pause, ranks=SINGLE,
-            tensorboard=False, console=console,
+            console=console,
         )  # fmt: skip
         if metrics is None:
             return False

@@ -35,7 +35,6 @@ def train(
     overwrite: bool,
     pause: Pause,
     ranks: Ranks,
-    tensorboard: bool,
     console: Console,
 ) -> dict[str, Any] | None:
     run = Run(config, store, folder, resume=resume, overwrite=overwrite, ranks=ranks)
@@ -46,9 +45,7 @@ def train(
         soft_wrap=True,
         highlight=False,
     )
-    metrics = train_shown(
-        run, lambda: run.train(pause), console, config.pattern, tensorboard=tensorboard, resumed=resume
-    )
+    metrics = train_shown(run, lambda: run.train(pause), console, config.pattern, resumed=resume)
     if metrics is None:
         console.print(f"Paused at step {run.state.step}")
     return metrics

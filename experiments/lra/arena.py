@@ -20,7 +20,7 @@ from experiments.lra import seed_results
 from experiments.lra.config import Config, configure
 from experiments.lra.data.fingerprint import described
 from experiments.lra.session import Session
-from experiments.lra.table.accuracy import Accuracy, collect
+from experiments.lra.table.accuracy import Accuracy
 from experiments.lra.tasks import TASKS
 from experiments.training import checkpoint
 
@@ -100,14 +100,12 @@ def in_order(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[tuple[Config
     return (run for seed in seeds for row in rows for run in row.runs(seed))
 
 
-def table(out: Path) -> list[list[str]]:
+def table(found: Sequence[Accuracy]) -> list[list[str]]:
     lines = [[
         "task", "mask", "each seed", "mean", "validation", "positions", "extra help", "trained before", "minutes",
         "steps", "parameters", "best rule",
     ]]  # fmt: skip
-    for each in collect(out):
-        lines.append(line(each))
-    return lines
+    return lines + [line(each) for each in found]
 
 
 def line(each: Accuracy) -> list[str]:

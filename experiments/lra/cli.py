@@ -26,7 +26,7 @@ from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
 from experiments.lra.weights import store
 from experiments.measurements import add_seed, current_run
-from experiments.training import series, tensor_files, tensorboard
+from experiments.training import series, tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, process_group, require_single_process
@@ -38,7 +38,6 @@ from experiments.training.options import (
     PauseAfter,
     Record,
     Resume,
-    TensorBoard,
     command_group,
     deadline,
     folder_to_resume,
@@ -93,7 +92,6 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     pause_after: PauseAfter = None,
-    tensorboard_files: TensorBoard = False,
 ) -> None:
     """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
 
@@ -101,8 +99,6 @@ def train(
     of examples of a step, divided among the processes. With --context-parallel N, N processes share each sequence.
     """
     with short_errors():
-        if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before any file is written
         if resume:
             saved, saved_data = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config = resumed(saved, chosen)
@@ -116,8 +112,8 @@ def train(
             require_single_process("the demo")
             if config.context_parallel > 1:
                 raise ValueError("the demo runs in one process: leave out --context-parallel")
-            if pause_after is not None or seeds is not None or tensorboard_files:
-                raise ValueError("the demo has no --pause-after, --seeds or --tensorboard: it takes three minutes")
+            if pause_after is not None or seeds is not None:
+                raise ValueError("the demo has no --pause-after or --seeds: it takes three minutes")
             if config.attention != "sparseflash":
                 raise ValueError(f"the demo is of sparseflash; leave out --attention {config.attention}")
             for name in trained:
@@ -134,7 +130,7 @@ def train(
             console.quiet = not ranks.first
             found = ranks.first_before_others(lambda: find_data(config, data, console))
             with pausing(until) as pause:
-                session = Session(found, overwrite, pause, ranks, tensorboard_files, console)
+                session = Session(found, overwrite, pause, ranks, console)
                 if chosen_seeds is None:
                     result = session.train(config, folder, resume)
                     show = partial(print_result, path=folder / "metrics.json")
@@ -282,38 +278,25 @@ def table_command(
             "--recorded/--no-recorded", help="Time the steps of all variants as CUDA graphs, or launched by the host."
         ),
     ] = TableOptions.recorded,
-    keep_times: Annotated[
-        bool, typer.Option("--keep-times", help="Measure nothing: keep the times in --out, and collect accuracies.")
-    ] = False,
-    runs: Annotated[
-        Path | None,
-        typer.Option(help="Accuracies are those of all finished runs below this folder.", show_default=str(RUNS)),
-    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for table.md, table.png and the numbers.")] = TABLE,
     device: Annotated[
         str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, to test the command.")
     ] = "cuda",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """The paper's table: accuracies of finished runs, and training speed beside standard attention at the shapes of
-    five tasks.
+    """The FlashAttention paper's table: training speed beside standard attention at the shapes of five tasks.
 
     Variants that differ from fp64 are not timed.
     """
     with short_errors():
         require_single_process("table")
-        if runs is not None and not runs.is_dir():
-            raise FileNotFoundError(f"there is no folder {runs}")
-        options = None
-        if not keep_times:
-            place = find_device(device)
-            chosen = tuple(tasks.split(",")), tuple(variants.split(","))
-            options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, compiled, recorded)
+        place = find_device(device)
+        chosen = tuple(tasks.split(",")), tuple(variants.split(","))
+        options = TableOptions(place, *chosen, preset, batch, block, rounds, steps, minutes, compiled, recorded)
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        command = command_line("experiments.lra", without=("--out", "--runs"))
-        results = table.run(options, runs or RUNS, out, command, commit, say)
+        results = table.run(options, out, command_line("experiments.lra", without=("--out",)), commit, say)
         print_table(console, summary(results))
-        console.print(f"The table, the times and the accuracies: {out / 'table.md'}", soft_wrap=True)
+        console.print(f"The table and the times: {out / 'table.md'}", soft_wrap=True)
         raise typer.Exit(0 if all_right(results.times) else 1)
 
 

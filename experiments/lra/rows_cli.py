@@ -77,9 +77,9 @@ def arena_command(
         by_task = {row.config.task: row.config for row in found}
         loaded = {task: find_data(config, places.get(task), console) for task, config in by_task.items()}
         with pausing(until) as pause:
-            sessions = {task: Session(each, False, pause, SINGLE, False, console) for task, each in loaded.items()}
+            sessions = {task: Session(each, False, pause, SINGLE, console) for task, each in loaded.items()}
             complete = arena.train_all(found, series.parsed(seeds), sessions, until)
-        console.print(markdown(arena.table(out)), markup=False, highlight=False, soft_wrap=True)
+        console.print(markdown(arena.table(collect(out))), markup=False, highlight=False, soft_wrap=True)
         console.print("All runs are complete." if complete else "Paused: the same command goes on.")
 
 
@@ -125,13 +125,21 @@ def no_attention_command(
 
 
 def record_command(
-    runs: Annotated[Path, typer.Argument(help="Folder of finished runs, such as those of arena.")],
-    record: Annotated[Path, typer.Option(help="File of measurements to write.")],
-    commit: Annotated[str, typer.Option(help="The runs' commit.")],
+    runs: Annotated[Path, typer.Argument(help="Folder of finished runs.")] = Path("runs/lra"),
+    record: Annotated[
+        Path | None, typer.Option(help="File of measurements to write; table.md beside it is rewritten.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="The runs' commit, needed with --record.")] = None,
 ) -> None:
-    """Write the accuracies of all finished runs below a folder: every seed, mean, deviation and extra help."""
+    """The accuracies of all finished runs below a folder: every seed, mean, deviation and extra help."""
     with short_errors():
         require_single_process("record")
-        write_record(record, run_of_runs(runs, commit), of_accuracies(collect(runs)))
-        (record.parent / "table.md").write_text(rendered(record.parent))
-    console.print(markdown(arena.table(runs)), markup=False, highlight=False, soft_wrap=True)
+        if (record is None) != (commit is None):
+            raise ValueError("--record and --commit, the commit that the runs are of, must be given together")
+        found = collect(runs)
+        if not found:
+            raise FileNotFoundError(f"there is no finished run below {runs}")
+        if record is not None and commit is not None:
+            write_record(record, run_of_runs(runs, commit), of_accuracies(found))
+            (record.parent / "table.md").write_text(rendered(record.parent))
+    console.print(markdown(arena.table(found)), markup=False, highlight=False, soft_wrap=True)

@@ -23,7 +23,6 @@ class Session:
     overwrite: bool
     pause: Pause
     ranks: Ranks
-    tensorboard: bool
     console: Console
 
     def train_series(self, config: Config, seeds: tuple[int, ...], folder: Path, resume: bool) -> dict[str, Any] | None:
@@ -53,7 +52,6 @@ class Session:
             lambda: run.train(self.pause),
             self.console,
             f"{config.mask} seed {config.seed}",
-            tensorboard=self.tensorboard,
             resumed=resume,
         )
         if metrics is None:

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from experiments.pathfinder import original
-from experiments.pathfinder.cnn.config import Config
 from experiments.pathfinder.generate import Settings, generate
 from experiments.pathfinder.parameters import FOLDS, LRA, Parameters, parameters_of
 from experiments.pathfinder.picture import picture
@@ -19,12 +18,11 @@ from experiments.pathfinder.shortcuts import Shortcut, pairs, shortcuts
 from experiments.pathfinder.statistics import statistics
 from experiments.pathfinder.vectors import load
 from experiments.training.cli_errors import short_errors
-from experiments.training.options import Device, command_group
-from experiments.training.progress_bar import TrainingBar, counting_bar
+from experiments.training.options import command_group
+from experiments.training.progress_bar import counting_bar
 from experiments.training.workers import available_cores
 
 DATA = Path("data/pathfinder")
-RUNS = Path("runs/pathfinder")
 SETS = 4  # each as large as the original's
 
 app = command_group("Pathfinder images with the Long Range Arena's parameters: generated, not the released ones.")
@@ -115,83 +113,6 @@ def shortcuts_command(
         publish(shortcuts_report(found, compared), out)
 
 
-@app.command("cnn")
-def cnn_command(
-    size: Size = 32,
-    contours: Annotated[
-        str, typer.Option("--contour", help="Dashes of a path; for a comma-separated list, a network for each.")
-    ] = "14",
-    file: Annotated[
-        Path | None,
-        typer.Option(help="Training images from `generate`, instead of --size and --contour.", show_default="none"),
-    ] = None,
-    images: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Train repeatedly on this many images, drawn beforehand.", show_default="fresh images"
-        ),
-    ] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Maximum training time.", show_default="5, or no limit with --steps")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Maximum training steps.", show_default="no limit")] = None,
-    batch: Annotated[int, typer.Option(help="Images of a step.")] = Config.batch,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = Config.lr,
-    width: Annotated[int, typer.Option(help="Channels of the first stage.")] = Config.width,
-    blocks: Annotated[int, typer.Option(help="Blocks of two convolutions in each stage.")] = Config.blocks,
-    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the training images.")] = Config.seed,
-    test_images: Annotated[
-        int | None, typer.Option(min=10, help="Use only the first images of the test set.", show_default="all 20,000")
-    ] = None,
-    device: Device = "auto",
-    precision: Annotated[
-        str | None, typer.Option(help="fp32 or bf16.", show_default="bf16 on a GPU, fp32 on a CPU")
-    ] = None,
-    data: Annotated[Path, typer.Option(help="Folder of drawn images; missing images are drawn.")] = DATA,
-    workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that draw fresh images.", show_default="cores - 1")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file for each, and cnn.md for all.")] = RUNS,
-) -> None:
-    """Train a small 2-D CNN, and test it beside rules that trace nothing."""
-    # PyTorch takes seconds to import.
-    from experiments.pathfinder import testset
-    from experiments.pathfinder.cnn import results, run
-    from experiments.pathfinder.cnn.images import test_file
-    from experiments.pathfinder.cnn.report import report
-    from experiments.pathfinder.cnn.train import Training
-    from experiments.pathfinder.seeds import training_seed
-    from experiments.training.distributed import find_device
-
-    with short_errors():
-        if file is not None and images is not None:
-            raise ValueError("--images draws a file of its own; leave it out with --file")
-        place = find_device(device)
-        if minutes is None and steps is None:
-            minutes = Config.minutes
-        precision = precision or ("fp32" if place.type == "cpu" else "bf16")
-        config = Config(width, blocks, batch, lr, steps=steps, minutes=minutes, seed=seed, precision=precision)
-        if file is not None:
-            sources = [run.Source.of_file(file)]
-        else:
-            sources = [run.Source(parameters_of(size, length)) for length in lengths(contours)]
-        figures = []
-        for source in sources:
-            if images is not None:
-                drawing = Settings(source.parameters, images, training_seed(seed))
-                source = run.Source.of_file(generated(drawing, data, workers or None))
-            name = source.parameters.name
-            wanted = test_images or testset.IMAGES
-            with counting_bar(console, f"Drawing test images of {name}", wanted) as progress:
-                test = test_file(source.parameters, wanted, data, workers or None, progress)
-            training = Training(config, source.parameters.size, place)
-            with TrainingBar(console, name, lambda training=training: training.progress) as bar:
-                run.train(training, source, workers, bar.show)
-            figures.append(run.tested(training, source, test))
-            results.write(figures[-1], out)
-        publish(report(results.all_in(out)), out / "cnn.md", report(figures))
-
-
 @app.command("picture")
 def picture_command(
     size: Size = 128,
@@ -234,15 +155,8 @@ def mean(sets: tuple[Shortcut, ...]) -> Shortcut:
     return replace(sets[0], accuracy=float(np.mean([shortcut.accuracy for shortcut in sets])))
 
 
-def lengths(contours: str) -> list[int]:
-    words = contours.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        raise ValueError(f"--contour must be numbers with commas between them, as 6,9,14; got {contours!r}")
-    return [int(word) for word in words]
-
-
-def publish(text: str, out: Path | None, shown: str | None = None) -> None:
-    console.print(text if shown is None else shown, soft_wrap=True, markup=False, highlight=False)
+def publish(text: str, out: Path | None) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)

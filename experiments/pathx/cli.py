@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from experiments.measurements import Run, add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.strokes import ORIGINAL, STYLES
 from experiments.pathfinder.testset import IMAGES, test_set
-from experiments.pathx import images_plot, rendering_table, throughput, weights
+from experiments.pathx import images_plot, rendering_table, weights
 from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
@@ -33,11 +32,11 @@ from experiments.pathx.evaluate import (
     store,
     trained_as,
 )
-from experiments.pathx.report import announcing, print_case, print_evaluated, print_paused, print_stored, print_trained
+from experiments.pathx.report import announcing, print_evaluated, print_paused, print_stored, print_trained
 from experiments.pathx.supervision import of_model
 from experiments.pathx.train import Run as Training
 from experiments.pathx.train import saved_run
-from experiments.training import fingerprint, tensorboard
+from experiments.training import fingerprint
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, require_single_process
@@ -49,7 +48,6 @@ from experiments.training.options import (
     PauseAfter,
     Record,
     Resume,
-    TensorBoard,
     command_group,
     deadline,
     folder_to_resume,
@@ -119,7 +117,6 @@ def train(
     resume: Resume = False,
     overwrite: Overwrite = False,
     pause_after: PauseAfter = None,
-    tensorboard_files: TensorBoard = False,
 ) -> None:
     """Train a model through a curriculum on fresh images, and write its averaged weights.
 
@@ -128,8 +125,6 @@ def train(
     until = deadline(pause_after)
     with short_errors():
         require_single_process("experiments.pathx train")
-        if tensorboard_files:
-            tensorboard.writer_class()  # may raise
         if resume:
             folder = folder_to_resume(
                 out, preset=preset, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite
@@ -145,9 +140,7 @@ def train(
         with pausing(until) as pause, Stream(workers) as stream:
             run = Training(config, folder, stream, resume=resume, overwrite=overwrite)
             run.listeners.append(announcing(console, config.curriculum))
-            note = train_shown(
-                run, lambda: run.train(pause), console, folder.name, tensorboard=tensorboard_files, resumed=resume
-            )
+            note = train_shown(run, lambda: run.train(pause), console, folder.name, resumed=resume)
     if note is None:
         print_paused(console, run.state, run.plan, folder)
     else:
@@ -337,47 +330,3 @@ def plot_command(
         tested = "-" if each.tested is None else f"{100 * each.tested:.2f} %"
         say(f"{each.name}: {tested} after {each.seen:,} images")
     console.print(f"Plot: {out}", soft_wrap=True)
-
-
-@app.command()
-@settings_as_options(Config, "block", "width", "heads", "mlp", "precision", "compiled", "recorded")
-def probe(
-    sizes: Annotated[str, typer.Option(help="Pixels along a side, separated by commas.")] = "128,256,64",
-    contour: Annotated[int, typer.Option(help="Dashes of a path.")] = 14,
-    masks: Annotated[
-        str, typer.Option(help="Layers as in --layers of train; several separated by ;.")
-    ] = "tiles:16*6;near:16*6;tiles:16*4,dense*2;tiles:16*4,rows:2,columns:2;dense*6",
-    background: Annotated[str, typer.Option(help="drop, or keep: all pixels are tokens.")] = "drop",
-    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 128 * 1024,
-    seconds: Annotated[float, typer.Option(help="Seconds to time a case.")] = 1.5,
-    limit: Annotated[float, typer.Option(help="No case starts after this many seconds.")] = 60.0,
-    *,
-    chosen: dict[str, Any],
-    profile: Annotated[int, typer.Option(help="Show the time of this many costliest kernels of a step.", min=0)] = 0,
-    device: Device = "auto",
-    out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
-) -> None:
-    """Tokens and images a second of training steps, by size and masks."""
-    begun = time.perf_counter()
-    found: list[dict[str, Any]] = []
-    with short_errors():
-        config = Config(**chosen)
-        place = find_device(device)
-        if place.type == "cpu" and device == "auto":
-            raise ValueError(
-                "there is no CUDA device, and steps of this size take minutes on a CPU; for a small trial: "
-                "--device cpu --tokens 4096"
-            )
-        pairs = [(int(size), layers) for size in sizes.split(",") for layers in masks.split(";")]
-        cases = [throughput.Case(size, contour, layers, background) for size, layers in pairs]
-        for case in cases:
-            if time.perf_counter() - begun > limit:
-                console.print(f"[yellow]Out of time: {len(cases) - len(found)} cases are left out.[/yellow]")
-                break
-            console.print(f"{case.size} pixels, {case.layers} ...", highlight=False)
-            found.append(throughput.measured(case, config, tokens, place, seconds, profiled=profile > 0))
-            print_case(console, found[-1], costs=profile)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                write_json(out, found)
-    console.print(throughput.table(found, tokens))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,19 +60,3 @@ def print_stored(console: Console, stored: dict[str, Any], *, same: bool) -> Non
         f"Stored: {percent(stored['accuracy'])} on {stored['images']:,}; "
         + ("the same within the error." if same else "[red]they differ.[/red]")
     )
-
-
-def print_case(console: Console, found: dict[str, Any], *, costs: int) -> None:
-    shown = {name: _short(value) for name, value in found.items() if name != "costs"}
-    console.print(json.dumps(shown), soft_wrap=True)
-    for cost in found.get("costs", [])[:costs]:
-        console.print(
-            f"{cost['ms']:9.3f} ms  {cost['calls']:6.1f} calls  {cost['name'][:100]}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-
-
-def _short(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.pathfinder.cnn.results import STORED, stored
+from experiments.pathfinder.cnn.results import STORED
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.supervision import described, of_model
@@ -65,24 +65,6 @@ def with_error(found: dict[str, Any]) -> str:
     return f"{100 * found['accuracy']:.{digits}f} ± {100 * found['error']:.{digits}f} %"
 
 
-def cnn_rows(folder: Path | None = None) -> list[list[str]]:
-    found = []
-    for place, size in enumerate(SIZES):
-        figure = stored(parameters_of(size, 14).name, folder)
-        if figure is not None:
-            accuracies = ["-"] * len(SIZES)
-            accuracies[place] = with_error(figure)
-            weights, images = (f"{count / 1e6:.2f}M" for count in (figure["weights"], figure["cost"]["images"]))
-            minutes = figure["cost"]["seconds"] / 60
-            compute = f"{minutes:.0f} min, {figure['device']}"
-            kind = "fresh" if figure["trained_on"] == "fresh images" else "a file's"
-            found.append([
-                f"{figure['rule']} (ours)", *accuracies, "class", "kept", "2-D convolution", "-", "convolutions",
-                kind, weights, images, compute,
-            ])  # fmt: skip
-    return found
-
-
 def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcuts-512.md")) -> list[str]:
     lines = [line for page in pages for line in page.read_text().splitlines()]
     measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
@@ -91,7 +73,7 @@ def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcu
             *"-" * 9]  # fmt: skip
 
 
-def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
+def rows(folders: list[Path]) -> list[list[str]]:
     ours = []
     for folder in folders:
         for name, note in found_below(folder):
@@ -104,7 +86,7 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                 if tested:
                     ours.append((of_model(note)["labels"] != 0.0, name, row_of(name, note, background, tested)))
     ours.sort(key=lambda each: each[:2])
-    return [HEAD, *(row for *_, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
+    return [HEAD, *(row for *_, row in ours), rule_row(), *PUBLISHED]
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:

@@ -33,9 +33,6 @@ PauseAfter = Annotated[
         help="Save and stop after this many minutes of this session; continue with --resume.", show_default="never"
     ),
 ]
-TensorBoard = Annotated[
-    bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
-]
 Record = Annotated[
     Path | None,
     typer.Option(

@@ -66,8 +66,7 @@ def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> 
 def discard(folder: Path) -> None:
     if not holds_run(folder):
         return  # files with these names may not belong to a run
-    for name in ("tests", "tensorboard"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "tests", ignore_errors=True)
     checkpoint.remove(folder)
     tensor_files.remove(folder / "model.safetensors")
     for name in ("metrics.json", "model.json", LOG, SETTINGS):

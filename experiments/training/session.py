@@ -3,7 +3,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from rich.console import Console
 from experiments.training.distributed import SINGLE, Ranks
 from experiments.training.progress_bar import TrainingBar
 from experiments.training.signals import stop_caught
-from experiments.training.tensorboard import TensorBoardLog
 from experiments.training.trainer import Pause, Trainer
 
 Result = TypeVar("Result")
@@ -26,16 +25,13 @@ def pausing(deadline: float) -> Iterator[Pause]:
 
 
 def train_shown(
-    run: Trainer[Any], train: Callable[[], Result], console: Console, name: str, *, tensorboard: bool, resumed: bool
+    run: Trainer[Any], train: Callable[[], Result], console: Console, name: str, *, resumed: bool
 ) -> Result:
     if resumed:
         step = run.state.step
         console.print(f"{name} " + (f"goes on after step {step}" if step else "begins again: there was no checkpoint"))
-    with ExitStack() as stack:
-        run.listeners.append(stack.enter_context(TrainingBar(console, name, run.progress)).show)
-        if tensorboard and run.ranks.first:
-            resumed_at = run.state.step if resumed else None
-            run.listeners.append(stack.enter_context(TensorBoardLog(run.folder, resumed_at)).show)
+    with TrainingBar(console, name, run.progress) as bar:
+        run.listeners.append(bar.show)
         return train()
 
 

@@ -104,8 +104,8 @@ _EXPERIMENTS = {
     "measurements.py": "training sparseflash",
     "training": "PUBLIC",
     "training/layers": "PUBLIC",
-    "pathfinder": "pathfinder/cnn training",
-    "pathfinder/cnn": "pathfinder training",
+    "pathfinder": "training",
+    "pathfinder/cnn": "training",
     "lra": "measurements.py lra/data lra/data/listops lra/model lra/no_attention lra/table lra/tasks training "
     "training/layers PUBLIC",
     "lra/data": "lra/tasks training",

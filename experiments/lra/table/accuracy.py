@@ -20,7 +20,6 @@ from experiments.lra.token_labels import labels_of
 from experiments.training.reading import read_json, reading
 from experiments.training.run_log import read
 
-_LINES = 20  # at the end of a log; one line covers only a few hundred examples
 # Settings that may differ within a group: the seed, and settings without effect on the weights.
 _APART = ("seed", "device", "context_parallel", "checkpoint_every", "log_every")
 # Settings without effect on a classifying run. Initial weights are compared by contents, not by path.
@@ -39,15 +38,11 @@ class Accuracy:
     task: str  # with the difficulty for Pathfinder's easier paths, which are different tasks
     attention: str
     mask: str
-    data: str  # released or generated
-    setting: str  # a short name of all other settings, to tell rows apart
     runs: int
     values: tuple[float, ...]  # of the runs, in the order of their seeds
     mean: float
     std: float | None  # sample standard deviation; None for one run
     validation: float | None  # mean over runs, of the tested weights or else at the end; None without a log
-    training: float | None  # over the last lines of the logs
-    majority: float  # of always predicting the most frequent class
     best_rule: str  # the best rule that avoids the task
     best_rule_accuracy: float
     seeds: str
@@ -55,11 +50,8 @@ class Accuracy:
     positions: str
     helps: str  # what the arena's models and inputs do not have, apart from positions
     steps: int  # of the longest run
-    tested_steps: str  # steps of the tested weights, for each seed; empty for the last weights
     parameters: int
     training_seconds: float  # mean over runs
-    tokens_per_s: float  # median over runs
-    device: str
     folder: str  # the folder of the runs, or their deepest common parent
 
     @property
@@ -72,7 +64,6 @@ class Run:
     path: Path
     metrics: dict[str, Any]
     validation: float | None
-    training: float | None
 
     @property
     def seed(self) -> int:
@@ -86,13 +77,13 @@ def collect(folder: Path) -> list[Accuracy]:
         metrics = read_json(path, "the result of a run", "config")
         if metrics.get("objective", "classify") != "classify":
             continue
-        run = Run(path, metrics, *scores(path.with_name("log.jsonl"), metrics))
+        run = Run(path, metrics, validated(path.with_name("log.jsonl"), metrics))
         with reading(path, "the result of a run"):
             # Each seed has a self-pretraining of its own, which arena.py puts beside the run.
             hidden = path.parent.with_name(f"{path.parent.name}-hidden") / path.name
             before = read_json(hidden, "the result of a self-pretraining", "config") if hidden.is_file() else None
             setting = key(metrics, before)
-            accuracy([run], setting, folder)  # reports a damaged result under its own name
+            accuracy([run], folder)  # reports a damaged result under its own name
         groups.setdefault(setting, []).append(run)
     for runs in groups.values():
         by_seed: dict[int, Path] = {}
@@ -100,10 +91,10 @@ def collect(folder: Path) -> list[Accuracy]:
             if run.seed in by_seed:
                 raise ValueError(
                     f"{by_seed[run.seed].parent} and {run.path.parent} are the same run, with one seed: it must be "
-                    "counted once; move one of them away, or name another folder with --runs"
+                    "counted once; move one of them away, or name another folder"
                 )
             by_seed[run.seed] = run.path
-    found = [accuracy(runs, name, folder) for name, runs in groups.items()]
+    found = [accuracy(runs, folder) for runs in groups.values()]
     return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.folder))
 
 
@@ -125,7 +116,7 @@ def key(metrics: dict[str, Any], before: dict[str, Any] | None = None) -> str:
     return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()
 
 
-def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
+def accuracy(found: Iterable[Run], folder: Path) -> Accuracy:
     """One row for runs below `folder` with equal settings."""
     ordered = sorted(found, key=lambda run: run.seed)
     runs = [run.metrics for run in ordered]
@@ -137,15 +128,11 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         task=name_of_task(first["config"]),
         attention=first["config"].get("attention", "sparseflash"),
         mask=first["mask"],
-        data="generated" if first["generated_data"] else "released",
-        setting=setting,
         runs=len(runs),
         values=tuple(values),
         mean=statistics.fmean(values),
         std=statistics.stdev(values) if len(values) > 1 else None,
         validation=mean_of(run.validation for run in ordered),
-        training=mean_of(run.training for run in ordered),
-        majority=rules["majority class"],
         best_rule=best,
         best_rule_accuracy=rules[best],
         seeds=" ".join(str(run.seed) for run in ordered),
@@ -153,11 +140,8 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         positions=first["config"].get("positions", DEFAULTS["positions"]),
         helps=helps({**BEFORE, **first["config"]}),
         steps=max(operator.index(metrics["steps"]) for metrics in runs),
-        tested_steps=" ".join(tested_steps(runs)),
         parameters=operator.index(first["parameters"]),
         training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
-        tokens_per_s=statistics.median(float(metrics["tokens_per_s"]) for metrics in runs),
-        device=first["device"],
         folder=Path(os.path.commonpath([run.path.parent.relative_to(folder) for run in ordered])).as_posix(),
     )
 
@@ -172,19 +156,13 @@ def name_of_task(config: dict[str, Any]) -> str:
     return str(config["task"]) + (f", {difficulty}" if difficulty != Options.difficulty else "")
 
 
-def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
-    return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
-
-
-def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
+def validated(log: Path, metrics: dict[str, Any]) -> float | None:
+    """The validation accuracy of the tested weights, or else the last one of the log."""
     records = read(log)
     with reading(log, "the log of a run with its accuracies"):
         validations = [float(record["accuracy"]) for record in records if record["kind"] == "val"]
-        trainings = [float(record["accuracy"]) for record in records if record["kind"] == "train"][-_LINES:]
-    validation = metrics.get("validation_accuracy")
-    if validation is None and validations:  # the last weights were tested without validation
-        validation = validations[-1]
-    return validation, statistics.fmean(trainings) if trainings else None
+    found: float | None = metrics.get("validation_accuracy")
+    return validations[-1] if found is None and validations else found
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:

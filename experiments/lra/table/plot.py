@@ -1,32 +1,25 @@
-"""Speed-ups as bars for each task, accuracies as a dot for each setting."""
+"""Speed-ups as bars for each task."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.lra.table.report import PAPER, TITLES, Results, compared, matching, mean_speedup
+from experiments.lra.table.report import PAPER, TITLES, Results, compared, mean_speedup
 from experiments.lra.table.shapes import FIVE, VARIANTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw(results: Results, path: Path) -> Path | None:
+def draw(results: Results, path: Path) -> None:
     # Imported here, because matplotlib takes a second to import and other commands draw nothing.
     from matplotlib.figure import Figure
 
-    panels = [panel for panel, needs in ((_speeds, results.times), (_accuracies, results.accuracies)) if needs]
-    if not panels:
-        return None
-    figure = Figure(figsize=(11, 4.2 * len(panels)), layout="constrained")
-    for panel, axes in zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True):
-        panel(results, axes)
-    if results.facts:
-        figure.suptitle(", ".join(results.facts[name] for name in ("device", "date") if name in results.facts))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    _speeds(results, figure.subplots())
+    figure.suptitle(", ".join(results.facts[name] for name in ("device", "date")))
     figure.savefig(path, dpi=130)
-    return path
 
 
 def _bars(axes: Axes, groups: list[str], heights: dict[str, list[float | None]]) -> None:
@@ -53,43 +46,7 @@ def _speeds(results: Results, axes: Axes) -> None:
         heights[variant] = [*(row.speedup if row else None for row in rows), mean[0] if mean else None]
     _bars(axes, [*tasks, "geometric mean"], heights)
     for name, style in (("dense", "--"), ("block-sparse", ":")):
-        label = f"FlashAttention paper, {name}: {PAPER[name][0]:.1f}"
-        axes.axhline(PAPER[name][0], color="grey", linestyle=style, linewidth=1, label=label)
+        label = f"FlashAttention paper, {name}: {PAPER[name]:.1f}"
+        axes.axhline(PAPER[name], color="grey", linestyle=style, linewidth=1, label=label)
     axes.set_ylabel("speed of a training step,\ntimes that of standard attention")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def _accuracies(results: Results, axes: Axes) -> None:
-    tasks = [task for task in FIVE if any(task == each.task for each in results.accuracies)]
-    tasks += sorted({each.task for each in results.accuracies} - set(tasks))
-    variants = [variant for variant in VARIANTS if any(variant == each.variant for each in results.accuracies)]
-    for number, variant in enumerate(variants):
-        color = f"C{list(VARIANTS).index(variant)}"
-        for group, task in enumerate(tasks):
-            place = group + (number - (len(variants) - 1) / 2) * 0.8 / len(variants)
-            # No rule selects one of several settings, so all are shown.
-            for each in matching(results.accuracies, task, variant):
-                has_more = each.helps != "none" or each.initial != "nothing"
-                axes.errorbar(
-                    place, 100 * each.mean, 100 * (each.std or 0.0), fmt="o", capsize=2, color=color,
-                    markerfacecolor="white" if has_more else color,
-                )  # fmt: skip
-        axes.plot([], [], "o", color=color, label=TITLES[variant])
-    axes.plot(
-        [],
-        [],
-        "o",
-        color="grey",
-        markerfacecolor="white",
-        label="other inputs, or other training before,\nthan the arena's models have: table.md",
-    )
-    axes.spines[["top", "right"]].set_visible(False)
-    for group, task in enumerate(tasks):
-        best = max(each.best_rule_accuracy for each in results.accuracies if each.task == task)
-        label = "best rule that avoids the task" if group == 0 else None
-        axes.plot(
-            [group - 0.45, group + 0.45], [100 * best] * 2, color="black", linestyle="--", linewidth=1, label=label
-        )
-    axes.set_xticks(range(len(tasks)), [task.replace(", ", ",\n") for task in tasks])
-    axes.set_ylabel("test accuracy, %")
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)

@@ -1,4 +1,4 @@
-"""The whole command: measure, collect, write."""
+"""The whole command: measure, write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.lra.table import accuracy, report
+from experiments.lra.table import report
 from experiments.lra.table.measure import NOT_RUN, Row, measure, new_row
 from experiments.lra.table.plot import draw
 from experiments.lra.table.shapes import FIVE, REFERENCE, VARIANTS, settings
@@ -45,33 +45,21 @@ class Options:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
 
 
-def run(
-    options: Options | None, runs: Path, out: Path, command: str, commit: str | None, say: Callable[[str], None]
-) -> report.Results:
-    """Write times and accuracies. Without options, an earlier command's times are kept.
-
-    Files are written after every task, so that an interrupted command keeps its measurements.
-    """
-    results = report.read_times(out) if options is None else report.Results()
-    results.accuracies = accuracy.collect(runs)
-    if not results.accuracies:
-        if options is None:
-            raise ValueError(f"there must be finished runs below {runs}; got none: name another folder with --runs")
-        say(f"No accuracies: there are no finished runs below {runs}")
-    if options is not None:
-        results.facts = environment(options.device, command, commit)
-        recorded = options.recorded and options.device.type == "cuda"
-        how = "as CUDA graphs" if recorded else "started by the host, kernel by kernel"
-        more = ", code around attention compiled" if options.compiled else ""
-        results.facts["steps"] = f"{how}{more}, for all variants"
-        if options.device.type == "cpu":
-            results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
-        say(in_a_line(results.facts))
-        begin = time.monotonic()
-        for task in options.tasks:
-            results.times += _task(task, options, late=time.monotonic() - begin > 60 * options.minutes, say=say)
-            report.write(results, out)
-    report.write(results, out)
+def run(options: Options, out: Path, command: str, commit: str | None, say: Callable[[str], None]) -> report.Results:
+    """Files are written after every task, so that an interrupted command keeps its measurements."""
+    facts = environment(options.device, command, commit)
+    recorded = options.recorded and options.device.type == "cuda"
+    how = "as CUDA graphs" if recorded else "started by the host, kernel by kernel"
+    more = ", code around attention compiled" if options.compiled else ""
+    facts["steps"] = f"{how}{more}, for all variants"
+    if options.device.type == "cpu":
+        facts["note"] = "everything is shrunk: a test of the command, and no measurement"
+    say(in_a_line(facts))
+    results = report.Results(facts)
+    begin = time.monotonic()
+    for task in options.tasks:
+        results.times += _task(task, options, late=time.monotonic() - begin > 60 * options.minutes, say=say)
+        report.write(results, out)
     draw(results, out / "table.png")
     return results
 

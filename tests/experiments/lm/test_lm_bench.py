@@ -11,6 +11,7 @@ from experiments.lm.bench_plot import lines
 from experiments.lm.bench_report import over_sdpa, table, write
 from experiments.lm.cases import DEFAULT, Case, parsed
 from experiments.lm.cli import app
+from experiments.training.profiling import costs_of
 from tests.experiments.training.host_graphs import use_host_graphs
 
 SMALL = {"micro_tokens": 128, "vocabulary": 256, "block": 16, "window": 32}
@@ -130,3 +131,18 @@ def test_a_profile_lists_the_operations_of_each_row_the_longest_first(tmp_path):
     assert any("mm" in row["kernel"] for row in rows)
     times = [float(row["ms"]) for row in rows]
     assert times == sorted(times, reverse=True) and times[0] > 0
+
+
+def test_the_costs_of_a_step_are_those_of_what_it_runs():
+    x = torch.randn(300, 300)
+
+    def step(number):
+        for _ in range(number + 1):
+            x @ x
+        x.exp()
+
+    found = costs_of(step, 3, torch.device("cpu"))
+    calls = {cost.name: cost.calls for cost in found}
+    assert calls["aten::mm"] == 2 and calls["aten::exp"] == 1
+    assert [cost.ms for cost in found] == sorted((cost.ms for cost in found), reverse=True)
+    assert found[0].ms > 0

@@ -71,6 +71,8 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
     assert mean == pytest.approx((one + two) / 2, abs=0.11)
     assert deviation == pytest.approx(abs(one - two) / 2**0.5, abs=0.11)
     assert "| rotary2d | none | nothing |" in result.output
+    listed = CliRunner().invoke(cli.app, ["record", str(tmp_path / "out")])
+    assert line_of(listed.output, "image", "local") == line_of(result.output, "image", "local")
     record = tmp_path / "record.jsonl"
     words = ["record", str(tmp_path / "out"), "--record", str(record), "--commit", "abc"]
     found = CliRunner().invoke(cli.app, words)
@@ -106,6 +108,8 @@ def test_there_is_nothing_to_record_without_runs(tmp_path):
     found = CliRunner().invoke(cli.app, ["record", str(tmp_path), "--record", str(tmp_path / "a"), "--commit", "abc"])
     assert found.exit_code == 2 and "there is no finished run below" in found.output
     assert not (tmp_path / "a").exists()
+    found = CliRunner().invoke(cli.app, ["record", str(tmp_path), "--record", str(tmp_path / "a")])
+    assert found.exit_code == 2 and "must be given together" in found.output
 
 
 def test_a_union_of_masks_is_one_row(data, tmp_path):
@@ -141,7 +145,7 @@ def test_a_run_that_would_not_end_in_the_rest_is_left_to_the_next_session(tmp_pa
     write_text(tmp_path)
     chosen = {**SMALL, "steps": 10**6, "minutes": 3 / 60}
     rows = arena.rows_of("rules", ["text"], ["dense", "local"], chosen, tmp_path / "out")
-    session = Session(load("text", tmp_path), False, never, SINGLE, False, cli.console)
+    session = Session(load("text", tmp_path), False, never, SINGLE, cli.console)
     begun = time.monotonic()
     assert not arena.train_all(rows, (0,), {"text": session}, begun + 5)
     assert time.monotonic() < begun + 5

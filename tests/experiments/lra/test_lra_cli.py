@@ -329,7 +329,7 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
         (["--resume"], "there is no run to resume in"),
         (["--resume", "--preset", "lra"], "--resume keeps the run's settings: leave out --preset and --overwrite"),
         (["--preset", "demo", "--pause-after", "1"], "the demo has no --pause-after"),
-        (["--preset", "demo", "--seeds", "0,1"], "the demo has no --pause-after, --seeds or --tensorboard"),
+        (["--preset", "demo", "--seeds", "0,1"], "the demo has no --pause-after or --seeds"),
         (["--seeds", "0,x"], "--seeds must be whole numbers with commas between them, 0,1,2 say; got '0,x'"),
         (["--seeds", "1,1"], "--seeds must be different; got '1,1'"),
         (["--seeds", "0,1", "--seed", "2"], "--seeds stands instead of --seed: leave out one of them"),

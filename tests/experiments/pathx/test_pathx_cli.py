@@ -5,7 +5,7 @@ from experiments.pathx.cli import app
 
 def test_the_command_line_helps_and_says_what_is_wrong(tmp_path):
     runner = CliRunner()
-    for command in ("train", "evaluate", "testset", "analyse", "table", "probe"):
+    for command in ("train", "evaluate", "testset", "analyse", "table", "plot"):
         assert runner.invoke(app, [command, "--help"]).exit_code == 0
     for arguments, text in (
         (["train", "--resume"], "--resume needs --out"),

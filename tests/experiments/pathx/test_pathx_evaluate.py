@@ -117,9 +117,10 @@ def test_the_stage_of_a_test_is_the_last_of_its_size():
 
 
 def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_path, monkeypatch):
-    figure = {"rule": results.RULE, "images_of": "pathfinder32-cl9", "accuracy": 0.7, "error": 0.01, "images": 2000}
+    figure = {"rule": "small 2-D CNN", "images_of": "pathfinder32-cl9", "accuracy": 0.7, "error": 0.01, "images": 2000}
     monkeypatch.setattr(results, "STORED", tmp_path)
-    results.write(figure | {"by_distance": {"accuracy": [0.6, 0.7, 0.7, 0.8]}}, tmp_path)
+    figure |= {"by_distance": {"accuracy": [0.6, 0.7, 0.7, 0.8]}}
+    (tmp_path / "cnn-pathfinder32-cl9.json").write_text(json.dumps(figure))
     model, config, _ = weights.load(finished[0])
     stage = evaluate.stage_for(config, None, None)
     found = analyse(model, config, [stage], lambda _: tests[1], 60, 2, tmp_path, stream, torch.device("cpu"))
@@ -197,10 +198,10 @@ def test_the_table_has_ours_and_the_published(tmp_path):
     }  # fmt: skip
     (tmp_path / "stages.json").write_text("[]")
     (tmp_path / "one.json").write_text(json.dumps(note | {"results": {}}))
-    without = table.rows([tmp_path], tmp_path)
+    without = table.rows([tmp_path])
     assert without == [table.HEAD, table.rule_row(), *table.PUBLISHED]
     (tmp_path / "one.json").write_text(json.dumps(note))
-    lines = table.rows([tmp_path], tmp_path)
+    lines = table.rows([tmp_path])
     assert lines[1] == [
         "ours: one", "97.1 ± 0.1 %", "-", "-", "class, pixel labels (weight 0.5)", "black left out", "2-D rotary",
         "Hilbert", "tiles:16*5,dense*4", "fresh, one rendering", "0.90M", "2.00M", "55 min, X",
@@ -208,7 +209,7 @@ def test_the_table_has_ours_and_the_published(tmp_path):
     other = {"accuracy": 0.9, "error": 0.002, "layers": "tiles:16@rows*9", "floor": 32, "positions": "line"}
     other |= {"renderings": "drawn", "training_images": "1,000 of each length"}
     (tmp_path / "two.json").write_text(json.dumps(note | {"auxiliary": 0.0, "results": {"256-14-drop": other}}))
-    lines = table.rows([tmp_path], tmp_path)
+    lines = table.rows([tmp_path])
     assert [line[0] for line in lines[1:3]] == ["ours: two", "ours: one"]
     assert lines[1][2:10] == ["90.0 ± 0.2 %", "-", "class", "levels below 32 left out", "1-D rotary", "rows",
                              "tiles:16@rows*9", "1,000 of each length, drawn renderings"]  # fmt: skip

@@ -53,7 +53,7 @@ def test_both_trainers_have_the_shared_options(module):
     command = typer.main.get_command(module.app).commands["train"]
     options = {name for parameter in command.params for name in parameter.opts}
     shared = {f"--{each.name.replace('_', '-')}" for each in fields(RunSettings)}
-    assert shared | {"--out", "--resume", "--overwrite", "--pause-after", "--tensorboard"} <= options
+    assert shared | {"--out", "--resume", "--overwrite", "--pause-after"} <= options
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from experiments.training.run_folder import check_replaceable, discard, holds_ru
 
 OF_A_RUN = (
     "config.json", "log.jsonl", "metrics.json", "model.json", "model.safetensors", "tests/other.json",
-    "tensorboard/events", "checkpoint-00000005/part.safetensors",
+    "checkpoint-00000005/part.safetensors",
 )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def test_a_run_is_discarded_whole_and_nothing_else(tmp_path):
 
 def test_a_folder_without_a_run_keeps_what_has_the_names_of_a_runs_files(tmp_path):
     """With --out . the project's tests must not be taken for a run's."""
-    names = ["tests/test_one.py", "tensorboard/events", "metrics.json", "model.json"]
+    names = ["tests/test_one.py", "metrics.json", "model.json"]
     fill(tmp_path, names)
     check_replaceable(tmp_path, overwrite=False, initial=None)
     discard(tmp_path)

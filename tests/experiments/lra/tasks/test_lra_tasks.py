@@ -388,13 +388,14 @@ def test_generated_images_are_rendered_labelled_and_told_with_their_baselines(dr
     assert data.val.labels.tolist() == vectors.labels[32:36].tolist()
     config = replace(TINY, task="pathfinder32", difficulty="easy", background="drop", positions="rotary2d", steps=2)
     monkeypatch.setattr(results, "STORED", tmp_path)
-    results.write({"images_of": "pathfinder32-cl6", "rule": results.RULE, "accuracy": 0.625}, tmp_path)
+    path = tmp_path / "cnn-pathfinder32-cl6.json"
+    path.write_text('{"rule": "small 2-D CNN", "accuracy": 0.625}')
     metrics = Run(config, data, tmp_path / "run").train()
     assert metrics["generated_data"]
     rules = {each["rule"]: each["accuracy"] for each in metrics["baselines"]}
     assert list(rules) == ["majority class", "marker distance", "distance and end dashes", "small 2-D CNN"]
     assert rules["small 2-D CNN"] == 0.625
-    results.path_of("pathfinder32-cl6", tmp_path).unlink()
+    path.unlink()
     assert "small 2-D CNN" not in dict(data.shortcuts())
 
 
