@@ -187,6 +187,13 @@ _REMEDIES = {
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "softcap": "pass scores=scores.softcap(softcap)",
     "cache_seqlens": "pass lengths=, which count the new tokens, too",
+    "causal": "it is always causal",
+    "k": "write the new keys into k_cache before the call",
+    "num_splits": "it is called splits",
+    "page_table": "it is called block_table",
+    "sink": "pass sinks=, the number of first keys beside a window, or scores=scores.sink(logits) for a learned sink",
+    "softmax_scale": "it is called scale",
+    "v": "write the new values into v_cache before the call",
     "window_size": "pass window=, the number of keys that a query sees, itself included",
 }
 without_others(attention_with_cache)

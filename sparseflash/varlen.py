@@ -166,6 +166,8 @@ _REMEDIES = {
     "window_size": "pass pattern=functools.partial(masks.local, left=left, right=right)",
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "softcap": "pass scores=scores.softcap(softcap)",
+    "cu_seqlens": "it is called cu_seqlens_q",
+    "max_seqlen": "it follows from cu_seqlens_q",
     "max_seqlen_q": "it follows from cu_seqlens_q",
     "max_seqlen_k": "it follows from cu_seqlens_k",
     "softmax_scale": "it is called scale",

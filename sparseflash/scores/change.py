@@ -216,7 +216,8 @@ def scores_of(given: object) -> Scores:
         return Scores((given,))
     raise TypeError(
         f"scores must be made by sparseflash.scores, such as scores.alibi(slopes); got {type(given).__name__}. "
-        "scores.bias takes a tensor that is added to the scores, scores.function a function; + joins several changes."
+        "scores.bias takes a tensor that is added to the scores, scores.function a function, and "
+        "interop.from_score_mod a score_mod of FlexAttention; + joins several changes."
     )
 
 
