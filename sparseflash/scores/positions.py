@@ -88,8 +88,6 @@ _places = BoundedDict(16)
 
 
 def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
-    """`Packed.places`, made once for all layers."""
-
     def make() -> tuple[Tensor, ...]:
         with torch.inference_mode(False):  # otherwise a later training step could not use them
             with contents_when_faking():
@@ -142,8 +140,8 @@ def of_located(
 ) -> Function:  # fmt: skip
     """A distance, a table and a function, those that are given, of the positions that `locate` finds for b, h, q and k.
 
-    Its tensors are those that `locate` removes from the front of a list, the slopes, the four of a table, and those of
-    the function. is_log: of the distance; None without one.
+    Its tensors are taken from the front of a list: the slopes, the four of a table, and the function's. is_log: of the
+    distance; None without one.
     """
 
     def placed(change: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
