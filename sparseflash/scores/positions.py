@@ -88,6 +88,8 @@ _places = BoundedDict(16)
 
 
 def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
+    """`Packed.places`, made once for all layers."""
+
     def make() -> tuple[Tensor, ...]:
         with torch.inference_mode(False):  # otherwise a later training step could not use them
             with contents_when_faking():

@@ -24,6 +24,8 @@ _REMEDY = "With backend='blockwise' scores.function runs any function that torch
 
 
 class Recorded(NamedTuple):
+    """A function as an expression."""
+
     expression: Expression
     output: int
     tensors: tuple[Tensor, ...]  # those given, then those that the function captures
