@@ -64,8 +64,8 @@ def selected_attention(
             integers `[S + 1]`. Blocks and `causal` then count within a sequence: each begins with block 0, and a
             query sees keys of its own sequence only. Sequences may begin anywhere.
 
-    The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query
-    of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
+    The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`, so a tile of the kernels holds one query
+    of a whole group, and reads only the blocks that this query has chosen. The live scores are those under
     `masks.selected_keys(index, k_len=Nk, span=span, group=group)`, whose tiles also hold blocks that only a neighbour
     has chosen. Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device.
     Gradients are deterministic.

@@ -61,8 +61,8 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
         partial: promises that the caller supplies a `mask_mod` for partial tiles.
 
     In partial tiles FA4 evaluates a `mask_mod`, compiled from CuTe DSL; without one it treats them as full. So a mask
-    with partial tiles is refused without `partial=True`. The `mask_mod` is either the rule of the pattern (causal: `k <= q`), or a
-    function that reads the arrays of `lookup`, passed as `aux_tensors`, by the formula of `TileLookup`.
+    with partial tiles is refused without `partial=True`. The `mask_mod` is either the rule of the pattern (causal:
+    `k <= q`), or a function that reads the arrays of `lookup`, passed as `aux_tensors`, by the formula of `TileLookup`.
 
     Raises ValueError for other blocks, and for partial tiles without `partial=True`.
     """
