@@ -1,6 +1,6 @@
 """Which features each call takes: the data of the matrix that docs/support.py writes and tests/test_calls.py tries.
 
-A cell of the matrix works exactly, or is refused with the text in `REFUSED`, or has no meaning (`NOTHING`).
+A cell of the matrix works exactly, is refused with the text in `REFUSED`, or has no meaning (`NOTHING`).
 """
 
 from __future__ import annotations

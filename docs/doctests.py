@@ -1,6 +1,5 @@
-"""An extension of griffe, which reads the docstrings for mkdocstrings: it puts their doctests into fenced code.
-
-In Markdown `>>>` would begin a quotation, and brackets in the output a link.
+"""An extension of griffe for mkdocstrings: puts doctests into fenced code, because in Markdown `>>>` begins a
+quotation.
 """
 
 import re
@@ -13,7 +12,7 @@ DOCTEST = re.compile(r"^( *)>>> .*(?:\n\1(?! *$).+)*", re.MULTILINE)
 
 
 def fenced(docstring: str) -> str:
-    """The docstring with its doctests in blocks of code, without their options; a doctest ends at an empty line."""
+    """The docstring with its doctests in blocks of code; a doctest ends at an empty line."""
     return DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{OPTION.sub('', found[0])}\n{found[1]}```", docstring)
 
 

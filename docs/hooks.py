@@ -1,10 +1,8 @@
 """Hooks of mkdocs: pages, pictures, notebooks and stored results from elsewhere, links, headings of the reference.
 
-Pages link to files as any Markdown of the repository does, relative to themselves, so that the links also work where
-the repository is browsed. On the site, a link to a page leads to that page; pictures, results and their pages are
-copied; a notebook is run and becomes a page with its outputs. A link to any other file leads to the repository if
-`repo_url` is set; if it is not, the link becomes the file's path. In the reference, a heading is the name that one
-imports.
+Links of pages are relative to the file, so that they also work where the repository is browsed. On the site, a link to
+a page leads to that page; pictures, results and their pages are copied; a notebook is run and becomes a page with its
+outputs. A link to any other file leads to the repository if `repo_url` is set; if not, it becomes the file's path.
 """
 
 import posixpath
@@ -52,7 +50,7 @@ def source_of(uri: str) -> str:
 
 
 def copied(source: str) -> str | None:
-    """The file that a link to `source` leads to, if it is copied to the site: a page for a folder; else None."""
+    """The file that a link to `source` leads to, if it is copied to the site: a page for a folder."""
     if not f"{source}/".startswith(COPIED):
         return None
     if (ROOT / source).is_dir():

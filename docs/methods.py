@@ -1,8 +1,4 @@
-"""An extension of griffe, which reads the sources for mkdocstrings: methods that a class binds are shown as methods.
-
-`BlockMask` has `crop = moves.crop` and `load = classmethod(conversion.load)`. Griffe would show attributes without a
-docstring.
-"""
+"""An extension of griffe for mkdocstrings: shows `crop = moves.crop` in a class as a method."""
 
 from copy import copy
 from typing import Any

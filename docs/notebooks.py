@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook, run in the folder where it lies, as Markdown, and the pictures that it shows by their names."""
+    """A notebook, run in its folder, as Markdown, and the pictures that it shows by their names."""
     import nbclient
     import nbformat
 

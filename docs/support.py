@@ -1,7 +1,7 @@
 """`python -m docs.support` rewrites the tables of the page on support (docs/pages/support.md).
 
-The tables are the library's own choices of kernels for tensors on the meta device, and the arguments of the calls. No
-GPU is needed. A test compares the page with them, and some of them with `sparseflash.explain`.
+They are the library's own choices of kernels for tensors on the meta device, and the arguments of the calls. A test
+compares the page with them.
 """
 
 from __future__ import annotations

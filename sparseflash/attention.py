@@ -71,18 +71,17 @@ def attention(
             must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
         mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
             must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
-            finite, because a weight of 0 times NaN is NaN.
+            finite: 0 times NaN is NaN.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
-            scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it. By it results
-            over parts of the keys are merged (`merge_attention`).
+            scores, in fp32 (fp64 for fp64 inputs), differentiable and without dropout; `merge_attention` merges parts
+            of the keys by it.
         dropout_p: the probability that a softmax weight is set to 0, below 1; kept weights are divided by the
             probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0. Pass 0
-            when you are not training, as to PyTorch's own attention.
-        seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which may change between replays
-            of a CUDA graph. The same seed drops the same weights in every backend and on every device
-            (`dropout.keep_mask` returns them). None: drawn from the PyTorch generator of q's device, so
-            `torch.manual_seed` fixes it.
+            when you are not training.
+        seed: an int, or one int64 in a tensor on q's device, which may change between replays of a CUDA graph. The same
+            seed drops the same weights in every backend and on every device (`dropout.keep_mask` returns them). None:
+            drawn from the PyTorch generator of q's device, so `torch.manual_seed` fixes it.
         scores: score modifications from `sparseflash.scores`, such as `scores.alibi(slopes) + scores.softcap(50.0)`.
             The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf
             is dead, as if it were masked; the lowest finite number is a live score.
@@ -105,8 +104,8 @@ def attention(
         query has gradients of 0, as has its value.
 
     Raises:
-        TypeError, ValueError: the inputs do not fit together; the message states the rule and the argument.
-            A keyword of another attention, such as `attn_mask`, is a TypeError that says what to pass instead.
+        TypeError, ValueError: the inputs do not fit together. A keyword of another attention, such as `attn_mask`, is a
+            TypeError that says what to pass instead.
         RuntimeError: the backend cannot run here (no Triton, GPU too old, CPU tensors without Triton's interpreter).
 
     Limits:
@@ -126,7 +125,7 @@ def attention(
       instead: a query without a live key has `out = 0` and gradients of 0.
     - **Derivatives.** Gradients of gradients, forward-mode derivatives and `torch.func.grad` work with `"reference"`
       only.
-    - **Autocast.** Under `torch.autocast` q, k and v are cast to its dtype, as for PyTorch's own attention.
+    - **Autocast.** q, k and v are cast to its dtype, as for PyTorch's own attention.
     - **CUDA graphs.** Make the call once with tensors of the same shapes and strides before recording it.
     """
     if others:

@@ -104,18 +104,18 @@ def attention_with_cache(
             `starts` or in pages that are not chosen need not be finite.
         v_cache: values `[B, Hkv, S, Dv]` or `[P, Hkv, page, Dv]`.
         lengths: tokens of each sequence, the new ones included, integers `[B]` on q's device. A length beyond the room
-            of the cache counts as the room. A sequence of length 0 gives 0.
+            counts as the room. A sequence of length 0 gives 0.
         block_table: integers `[B, n]`: page `t // page` of sequence b is `k_cache[block_table[b, t // page]]`. Entries
             past the length are not read.
         starts: the first live token of each sequence, integers `[B]`, for rows that are padded on the left.
         window: the number of keys that a query sees, itself included.
         sinks: the number of first keys that every query sees besides its window.
-        pages: chosen pages of each sequence and key head, integers `[B, Hkv, K]`, in any order, with or without
-            repetitions, numbered within the sequence; a number of no page, such as -1, is ignored. `choose_pages` makes
-            a choice. Include the newest page.
-        page: tokens of a chosen page, if the cache is contiguous; a paged cache determines it.
-        mask: any mask over at least as many tokens as the cache has room for, on q's device: the query at position p
-            sees the live keys of row p. Its head count: 1, Hkv or Hq.
+        pages: chosen pages of each sequence and key head, integers `[B, Hkv, K]`, in any order, numbered within the
+            sequence; repetitions and numbers of no page, such as -1, are ignored. `choose_pages` makes a choice.
+            Include the newest page.
+        page: tokens of a chosen page; only for a contiguous cache.
+        mask: a mask with at least as many queries and keys as the cache has room for, on q's device: the query at
+            position p sees the live keys of row p. Its head count: 1, Hkv or Hq.
         scores: score modifications from `sparseflash.scores`: temperature, softcap, alibi, log_decay, relative,
             key_bias and sink. The distance of query i and key t is `p - t`. A `key_bias` is `[B or 1, Hq or 1, S]`, S
             being the room for tokens of a sequence; a `bias [B or 1, Hq or 1, 1, S]` for one new token is the same.
@@ -134,9 +134,9 @@ def attention_with_cache(
         TypeError, ValueError: the arguments do not fit together.
         RuntimeError: the backend cannot run here.
 
-    No plan is made and no number is read from the device: launches depend on shapes alone. So after one call like it, a
-    CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. There is
-    no backward and no dropout; for these, and for other score modifications, use `attention` with a mask.
+    Launches depend on shapes alone. So after one call like it, a CUDA graph can record the call and replay it while
+    `lengths` (in place), the cache and the choices change. There is no backward and no dropout: use `attention` with a
+    mask.
     """
     if others:
         refuse(others, "attention_with_cache", _REMEDIES)
@@ -187,6 +187,13 @@ _REMEDIES = {
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "softcap": "pass scores=scores.softcap(softcap)",
     "cache_seqlens": "pass lengths=, which count the new tokens, too",
+    "causal": "it is always causal",
+    "k": "write the new keys into k_cache before the call",
+    "num_splits": "it is called splits",
+    "page_table": "it is called block_table",
+    "sink": "pass sinks=, the number of first keys beside a window, or scores=scores.sink(logits) for a learned sink",
+    "softmax_scale": "it is called scale",
+    "v": "write the new values into v_cache before the call",
     "window_size": "pass window=, the number of keys that a query sees, itself included",
 }
 without_others(attention_with_cache)
@@ -257,8 +264,7 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
 
         sum over d of max(q_d * k_min_d, q_d * k_max_d)
 
-    and the pages with the highest bound are chosen. The bound of a group of heads, and of several queries, is the
-    highest of theirs.
+    and the pages with the highest bound are chosen, over the heads of a group and several queries.
 
     Args:
         q: queries `[B, Hq, Nq, D]`, Hq a multiple of Hkv.

@@ -120,8 +120,8 @@ def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
     mask = checked_mask(mask)
     if min(mask.q_len, mask.k_len) < capacity:
         raise ValueError(
-            f"mask must be for at least as many tokens as the cache has room for, {capacity}; it is for {mask.q_len} "
-            f"queries and {mask.k_len} keys."
+            f"mask must have at least as many queries and keys as the cache has room for, {capacity}; it has "
+            f"{mask.q_len} and {mask.k_len}. Its row p is for the token at position p, as in masks.causal({capacity})."
         )
     if mask.lengths is not None:
         raise ValueError("mask must have no lengths of its own: pass them as lengths; got some.")
@@ -137,6 +137,11 @@ def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
 
 
 def _integers(value: Any, name: str, dimensions: int, q: Tensor) -> Tensor:
+    if dimensions == 1 and isinstance(value, int | list | tuple):
+        raise TypeError(
+            f"{name} must be an integer tensor; got {type(value).__name__}. Keep one number for each sequence on q's "
+            "device: torch.tensor([700, ...], device=q.device)."
+        )
     tensor = dense_tensor(checked_integers(value, name), name)
     if tensor.ndim != dimensions:
         raise ValueError(f"{name} must have {dimensions} dimensions; got {list(tensor.shape)}.")

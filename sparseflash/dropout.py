@@ -3,8 +3,7 @@
 Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit seed and a counter
 of four 32-bit words, here `(key // 16, query, batch element * Hq + query head, 0)`, into 16 bytes, one for each of 16
 neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend drop the
-same weights, in any order and on any device. This file is the definition, in PyTorch;
-`backends/triton/portable/dropout.py` is the same in Triton.
+same weights. This file is the definition, in PyTorch; `backends/triton/portable/dropout.py` is the same in Triton.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def keep_mask(
     >>> keep.shape, round(keep.float().mean().item(), 2)
     (torch.Size([1, 2, 100, 100]), 0.75)
 
-    Every kept weight is multiplied by `1 / (1 - p)`, where p is `dropout_p` rounded to a multiple of 1/256. The result
-    is on `device`: by default the seed's if it is a tensor, otherwise the CPU.
+    Every kept weight is multiplied by `1 / (1 - p)`, with p rounded to a multiple of 1/256. The result is on `device`,
+    by default the seed's or the CPU.
     """
     place = torch.device(device or "cpu")
     if isinstance(seed, Tensor) and (device is None or (place.type == seed.device.type and place.index is None)):

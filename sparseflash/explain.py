@@ -37,7 +37,7 @@ class Explanation:
 
     `capability` is the compute capability of the GPU that the kernels were chosen for. `versions` is a note on the
     Hopper kernels if they were not measured with the installed Triton; otherwise None. `launcher` says what starts the
-    kernels on this machine: compiled C, or Triton's launcher, which takes the host longer at every call, and why.
+    kernels on this machine: compiled C, or Triton's slower launcher, and why.
     """
 
     backend: str

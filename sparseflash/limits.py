@@ -1,7 +1,7 @@
 """The largest strides and counts that the kernels take.
 
-Kernels compute the start of a tile in 64 bits, and the offsets inside a tile in 32 bits, because 64-bit offsets for a
-whole tile need more registers than a thread has. Tiles, work items and tokens are counted in 32 bits.
+Kernels compute the start of a tile in 64 bits, and the offsets inside a tile in 32 bits, because 64-bit offsets need
+more registers than a thread has. Tiles, work items and tokens are counted in 32 bits.
 """
 
 from __future__ import annotations

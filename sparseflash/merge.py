@@ -38,8 +38,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Returns:
         `(out [..., Nq, Dv], lse [..., Nq])`. A query without keys in any part has `out = 0` and `lse = -inf`.
 
-    A sink is a key as well, so it belongs to one part: pass `scores=scores.sink(logits)` to one of the calls only. A
-    query without other keys in that part has the sink's logit as lse.
+    A sink is a key as well: pass `scores=scores.sink(logits)` to one of the calls only. A query without other keys in
+    that part has the sink's logit as lse.
 
     Raises TypeError or ValueError for parts that do not fit together.
     """

@@ -7,6 +7,6 @@ class PerformanceWarning(UserWarning):
     >>> import warnings, sparseflash
     >>> warnings.filterwarnings("ignore", category=sparseflash.PerformanceWarning)  # silences it
 
-    The warning is given on GPUs of compute capability 9.0 when a call is prepared, once per process for each kind of
-    reason; `explain` has the full answer. It is not given where the portable kernels are as fast as the Hopper kernels.
+    It is given on GPUs of compute capability 9.0 when a call is prepared, once per process for each kind of reason;
+    `explain` has the full answer.
     """

@@ -20,7 +20,8 @@ REMEDIES = {
     "attn_bias": "pass scores=scores.bias(attn_bias), and what it makes dead as a mask",
     "attn_mask": (
         "pass a mask, attention(q, k, v, interop.from_sdpa(attn_mask)), for an attn_mask of booleans, True where a "
-        "score is live; what is added to live scores goes into scores=scores.bias(...)"
+        "score is live; what is added to live scores goes into scores=scores.bias(...). A sparseflash mask is passed "
+        "as mask"
     ),
     "block_mask": "pass a mask, attention(q, k, v, interop.from_flex(block_mask))",
     "causal": _CAUSAL,

@@ -46,11 +46,10 @@ def sdpa(
     Args:
         query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 dimensions or more;
             all before the heads are batch dimensions. As in PyTorch, sizes of 1 of these and of the heads are expanded.
-        attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, whose
-            dimensions, 2 or more, broadcast to `[..., Hq, Nq, Nk]`; or a floating tensor that is added to the scores.
-            Entries of -inf in a floating tensor are dead; the others are added to live scores and receive gradients.
-            Large negative numbers such as `torch.finfo(dtype).min` are finite: they are added, and save no work. Make
-            them dead to save it: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
+        attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, whose dimensions,
+            2 or more, broadcast to `[..., Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Entries of
+            -inf are dead; the others receive gradients. Large negative numbers such as `torch.finfo(dtype).min` save no
+            work. Make them dead: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
         dropout_p, scale: as for `attention`. With the same generator, other weights are dropped than in PyTorch.
         is_causal: query i sees keys 0..i. The diagonal starts at the upper left, as in PyTorch; `masks.causal` aligns
             it at the lower right by default, which differs unless Nq = Nk.
@@ -65,10 +64,9 @@ def sdpa(
         TypeError, ValueError: the arguments do not fit together; `attn_mask` and `is_causal` are both given, as in
             PyTorch; a floating `attn_mask` has NaN or +inf.
 
-    A tensor is converted at every call, because its contents may change between calls. The time grows with its size,
-    and on a GPU the host waits for it. So convert a mask that stays the same once, with `interop.from_sdpa(attn_mask)`,
-    and pass the result. The mask of `is_causal` is cached. In code compiled by `torch.compile` a tensor breaks the
-    graph; a `BlockMask` and `is_causal` do not.
+    A tensor is converted at every call, in time that grows with its size, and on a GPU the host waits for it. So
+    convert a mask that stays the same once, with `interop.from_sdpa(attn_mask)`. The mask of `is_causal` is cached. In
+    code compiled by `torch.compile` a tensor breaks the graph; a `BlockMask` and `is_causal` do not.
     """
     if others:
         refuse(others, "sdpa", _REMEDIES)

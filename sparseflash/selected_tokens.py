@@ -58,11 +58,10 @@ def token_attention(
             256), groups of up to 256 heads and lists of up to 8,192 tokens. `"reference"`, the default for others,
             takes every size and needs memory for `Nq * Nk` scores.
 
-    A query without a token has `out = 0`, `lse = -inf` and gradients of 0. Equal inputs have equal bits, forward and
-    backward, in whatever order a list is. Time and memory follow the lists: a program gathers the tokens of one query,
-    with the heads of a group as rows of its tile, and the backward takes up to 2 GiB more for the gradients of keys.
-    Lists of blocks go to `grouped.selected_attention`, lists that neighbouring queries share to `attention` with
-    `masks.selected_keys`.
+    A query without a token has `out = 0`, `lse = -inf` and gradients of 0. Equal inputs have equal bits, in whatever
+    order a list is. Time and memory follow the lists: a program gathers the tokens of one query; the backward takes up
+    to 2 GiB more for the gradients of keys. Lists of blocks go to `grouped.selected_attention`, lists that neighbouring
+    queries share to `attention` with `masks.selected_keys`.
 
     Raises ValueError or TypeError if the tensors do not fit together.
 
@@ -115,8 +114,8 @@ def token_scores(
         scores fp32 (fp64 for fp64) `[B, Hq, Nq, K]`, and tokens int32 `[B, Hkv, Nq, K]`: the lists in ascending order,
         with -1, and a score of -inf, for entries that are no token or repeat one.
 
-    A loss such as the KL divergence from the attention to the indexer's softmax over chosen tokens takes the same lists
-    for both. Gradients reach q and k, in a fixed order; gradients of entries without a token are ignored.
+    A loss such as the KL divergence from the attention to the indexer's softmax takes the same lists for both.
+    Gradients reach q and k, in a fixed order.
 
     Raises ValueError or TypeError if the tensors do not fit together.
 

@@ -72,8 +72,12 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
         raise ValueError(f"head dims must be at least 1; got D = {q.shape[3]} and Dv = {v.shape[3]}.")
     if q.shape[1] == 0 or k.shape[1] == 0:
         raise ValueError(f"q and k must have at least 1 head; got {q.shape[1]} and {k.shape[1]}.")
+    advice = ""
+    if k.shape[1] > q.shape[1]:
+        advice = " If a tensor is [batch, tokens, heads, head dim], pass its transpose(1, 2)."
     raise ValueError(
         f"the number of query heads must be a multiple of the number of key heads; got {q.shape[1]} and {k.shape[1]}."
+        f"{advice}"
     )
 
 

@@ -126,11 +126,11 @@ def attention_varlen(
     Raises:
         TypeError, ValueError: the arguments do not fit together.
 
-    One mask is made for the packed tokens, from the masks of the distinct lengths, without any N x N matrix. It is
-    cached by lengths, `pattern` and the numbers and tensors that this captures, so pass the same function object at
-    every call, not a new lambda. The lengths are read on the host: pass `cu_seqlens` on the CPU, or else the first call
-    with a tensor on a GPU waits for it, and in compiled code it breaks the graph. In `torch.export` (`strict=False`)
-    and under `FakeTensorMode` the mask is a constant, so the lengths must be a list or a tensor from outside.
+    One mask is made for the packed tokens, without any N x N matrix. It is cached by lengths, `pattern` and the numbers
+    and tensors that this captures, so pass the same function object at every call, not a new lambda. The lengths are
+    read on the host: pass `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for it, and in
+    compiled code it breaks the graph. In `torch.export` (`strict=False`) and under `FakeTensorMode` the lengths must be
+    a list or a tensor from outside.
     """
     if others:
         refuse(others, "attention_varlen", _REMEDIES)
@@ -166,6 +166,8 @@ _REMEDIES = {
     "window_size": "pass pattern=functools.partial(masks.local, left=left, right=right)",
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "softcap": "pass scores=scores.softcap(softcap)",
+    "cu_seqlens": "it is called cu_seqlens_q",
+    "max_seqlen": "it follows from cu_seqlens_q",
     "max_seqlen_q": "it follows from cu_seqlens_q",
     "max_seqlen_k": "it follows from cu_seqlens_k",
     "softmax_scale": "it is called scale",

@@ -135,6 +135,7 @@ JAGGED = torch.nested.nested_tensor([torch.zeros(n, 4, 16) for n in (5, 9)], lay
         ((Q, Q[..., :8], Q), ValueError, r"q and k must have the same head dim; got 16 and 8"),
         ((Q[..., :0], Q[..., :0], Q), ValueError, r"head dims must be at least 1; got D = 0 and Dv = 16"),
         ((Q, Q[:, :3], Q[:, :3]), ValueError, r"must be a multiple of the number of key heads; got 4 and 3"),
+        ((Q, Q.transpose(1, 2), Q.transpose(1, 2)), ValueError, r"got 4 and 32\. If a tensor is \[batch, tokens"),
         ((Q, Q[:, :0], Q[:, :0]), ValueError, r"q and k must have at least 1 head; got 4 and 0"),
         ((Q[:, :0], Q[:, :0], Q[:, :0]), ValueError, r"q and k must have at least 1 head; got 0 and 0"),
         ((Q, Q.half(), Q), TypeError, r"q, k and v must have one dtype; got torch\.float32, torch\.float16"),

@@ -697,6 +697,17 @@ def test_what_a_finished_mask_adds_to_live_scores_is_added():
     compared(*pair(LLAMA), input_ids=ids(40), attention_mask=added)
 
 
+def test_a_function_of_a_length_is_refused_when_a_layer_calls_it():
+    huggingface.register(lambda n: masks.local(n, window=9), name="of_length")
+    model, _ = pair(LLAMA)
+    model.set_attn_implementation("of_length")
+    with pytest.raises(
+        TypeError, match=r"attention module; called with \w*Attention, it raises '.*'\. Instead of a function of the"
+    ) as raised:
+        model(ids(40))
+    assert "\n" not in str(raised.value)
+
+
 def test_patterns_that_are_none_are_refused():
     with pytest.raises(TypeError, match="BlockMask"):
         huggingface.register(torch.ones(3, 3))

@@ -401,6 +401,8 @@ N = torch.nested.nested_tensor([X, X], layout=torch.jagged)
         ((X, X, X), {"pattern": lambda n: None}, TypeError, r"mask must be a sparseflash BlockMask; got NoneType"),
         ((X, X, X), {"pattern": lambda n: masks.causal(9)}, ValueError, r"must return .* 10 queries .*; it .* 9 and 9"),
         ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"cu_seqlens_k must end with .* of k, 10; got 0"),
+        ((X, X, X), {"cu_seqlens": [0, 10]}, TypeError, r"cu_seqlens must not be .*: it is called cu_seqlens_q\.$"),
+        ((X, X, X), {"max_seqlen": 10}, TypeError, r"max_seqlen must not be given to .*: it follows from cu_seqlens_q"),
         ((N, N, N), {}, TypeError, r"cu_seqlens must not be given with nested tensors, .*; got both"),
         ((N, N, X), {"cu_seqlens_q": None}, TypeError, r"v must be a nested tensor .*; got torch\.strided of 3 dim"),
         (

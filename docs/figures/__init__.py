@@ -1,11 +1,11 @@
-"""Figures and tables in the pages, written from the stored runs in `experiments/results`; nobody edits them by hand.
+"""Figures and tables in the pages, written from the stored runs in `experiments/results`.
 
     python -m docs.figures            # rewrites them in README.md, docs/pages and docstrings
     python -m docs.figures --check    # lists errors and outdated figures, and changes nothing
     python -m docs.figures --stale    # lists the runs whose kernels have changed since, and the pages that cite them
     python -m docs.figures --names 'speed/*/64/forward/*'    # lists what is stored
 
-A figure stands between two comments, which neither GitHub nor the site shows:
+A figure stands between two comments:
 
     It takes <!-- figure: speed/dense/64/forward/sparseflash --><!-- /figure --> on an H200.
 
@@ -24,9 +24,8 @@ the end means another:
     speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash
                                                        the same of ratios: 0.78 to 1.39
 
-The other marks: `<!-- table: NAME -->`, a table that `tables.py` defines, with its runs below it;
-`<!-- text: NAME -->`, a sentence of `tables.py`; `<!-- run: speed/h200 -->`, the device, versions, commit and date of a
-run; `<!-- runs -->`, a list of all runs that the page cites, so that tables only link to theirs. A page must name each
-run that it cites, in one of these ways, and the name says whether the run's kernels have changed since. A mark may not
-stand first in a line of running text: Markdown would take the line for HTML.
+The other marks: `<!-- table: NAME -->`, a table that `tables.py` defines; `<!-- text: NAME -->`, a sentence of
+`tables.py`; `<!-- run: speed/h200 -->`, the device, versions, commit and date of a run; `<!-- runs -->`, a list of all
+runs that the page cites. A page must name each run that it cites, in one of these ways, which say whether the run's
+kernels have changed since. A mark may not stand first in a line of running text: Markdown would take the line for HTML.
 """

@@ -1,5 +1,5 @@
-"""Measured numbers that stand in a page, or in a docstring, by hand: outside of marks, beside a unit that only
-measurements have."""
+"""Measured numbers that stand in a page or docstring by hand: outside of marks, beside a unit that only measurements
+have."""
 
 from __future__ import annotations
 

@@ -74,11 +74,7 @@ class Figure:
 
 
 def figure(request: str, results: Path = RESULTS) -> Figure:
-    """What a page shows for `NAME`, `NAME in RATE` or `NAME / NAME`, each with wildcards or `@ FILE`.
-
-    Or for `NAME + NAME / NAME + NAME`: a ratio of sums, without wildcards. ` with noise` at the end of one ratio adds
-    its noise.
-    """
+    """What a page shows for a request (see `docs.figures`)."""
     if request.endswith(WITH_NOISE):
         found = figure(request.removesuffix(WITH_NOISE), results)
         return replace(found, text=found.text + found.noise)

@@ -1,5 +1,5 @@
-"""The pages' statements on versions of PyTorch and Triton: a sentence and a table, from the list in
-`sparseflash/backends/triton/versions.py` and the run of `speed --quick` under each.
+"""The pages' statements on versions of PyTorch and Triton, from `sparseflash/backends/triton/versions.py` and the runs
+of `speed --quick`.
 """
 
 from __future__ import annotations

@@ -87,13 +87,14 @@ def by_name(function: Callable[P, T]) -> Callable[P, T]:
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     most, known = len(positional), frozenset(p.name for p in parameters)
     expected = f"{' and '.join(positional)} by position"
+    listed = " Pass one list of them." if positional[:1] in (["masks"], ["lengths"]) else ""
     if named := ", ".join(f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY):
         expected += f" and the rest by name ({named})"
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if len(args) > most:
-            raise TypeError(f"{called.__name__} must be given {expected}; got {len(args)} by position.")
+            raise TypeError(f"{called.__name__} must be given {expected}; got {len(args)} by position.{listed}")
         if not known >= kwargs.keys():
             unknown = next(name for name in kwargs if name not in known)
             raise TypeError(f"{called.__name__} must be given {expected}; got {unknown}=.")

@@ -5,9 +5,8 @@
 32,896 of 65,536 scores live (50.2 %), in 10 of 16 tiles (62.5 %): 6 full, 4 partial (50.8 % live)
 
 Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph of tokens (`reach`,
-`layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All are exact for heads, batch elements
-and lengths, and run on the CPU, in time and memory proportional to the live tiles; for reach, to the tile graph as a
-bit matrix.
+`layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). They run on the CPU, in time and memory
+proportional to the live tiles (for reach, to the tile graph as a bit matrix).
 """
 
 from sparseflash.analysis.balance import Balance, Load, Spread, balance

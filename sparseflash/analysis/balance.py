@@ -76,7 +76,7 @@ def balance(mask: BlockMask) -> tuple[Balance, ...]:
     rows: 1 to 4 tiles (mean 2.5, most/mean 1.6), 0 % empty; columns: 1 to 4 tiles (mean 2.5, most/mean 1.6), 0 % empty
 
     The forward computes one block row a program, dK and dV one block column. The GPU starts the longest first, so a
-    ratio of two (causal) costs nothing. A single row with more than one multiprocessor's share of the work makes the
+    ratio of two (causal) costs nothing, but one row with more than a multiprocessor's share of the work makes the
     others wait.
     """
     found = []

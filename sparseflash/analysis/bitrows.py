@@ -1,7 +1,7 @@
 """Boolean matrices with one bit per entry, so that 8192 x 8192 entries take 8 MB.
 
-A matrix of n columns is uint64 `[rows, ceil(n / 64)]`; entry j of a row is bit `j % 64` of word `j // 64`; bits past n
-are 0. Words are little-endian, so a row's bytes hold its bits in order.
+A matrix of n columns is uint64 `[rows, ceil(n / 64)]`, little-endian: entry j of a row is bit `j % 64` of word
+`j // 64`; bits past n are 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def zeros(rows: int, cols: int) -> Bits:
 
 
 def of_pairs(rows: Index, cols: Index, count: int, width: int) -> Bits:
-    """The `count x width` matrix with these entries set; they may be in any order."""
+    """The `count x width` matrix with these entries set."""
     bits = zeros(count, width)
     if len(rows):
         where, word = np.divmod(np.unique(rows * width + cols), width)
@@ -71,7 +71,7 @@ def pairs(bits: Bits, width: int) -> tuple[Index, Index]:
 
 
 def transpose(bits: Bits, width: int) -> Bits:
-    """The `width x rows` matrix; computed 64 rows at a time, which stay in the cache.
+    """The `width x rows` matrix, computed 64 rows at a time, which stay in the cache.
 
     A square of 64 x 64 bits exchanges two of its quarters, then each quarter two of its own, down to single bits
     (Warren, Hacker's Delight, section 7-3).
@@ -107,8 +107,7 @@ def count(bits: Bits, width: int) -> int:
 def product(a: Bits, b: Bits) -> Bits:
     """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a.
 
-    Eight set bits of a stand for one union of eight rows of b, eight such unions for one of 64, and so on, so long runs
-    of bits, as in windows, cost little more than their ends.
+    Long runs of bits, as in windows, cost little more than their ends.
     """
     levels = [(a, b)]
     while (whole := (bits := levels[-1][0].view(np.uint8))[:, : len(b) // 8] == 255).any():
@@ -134,8 +133,8 @@ def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
 
 
 def _add_product(result: Bits, a: Bits, b: Bits) -> None:
-    """Adds the product to `result`, 64 rows of b at a time. Rows that equal the union of b's rows cannot grow. They are
-    looked for after 1, 2, 4, ... steps, because a look reads the whole result, and left out if they are more than half.
+    """Adds the product to `result`, 64 rows of b at a time. Rows that equal the union of b's rows are looked for after
+    1, 2, 4, ... steps, because a look reads the whole result, and left out if they are more than half.
     """
     every = np.bitwise_or.reduce(b, axis=0)
     where, taken, part, by_word = np.arange(len(a)), 0, result, np.ascontiguousarray(a.T)

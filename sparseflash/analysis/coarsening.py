@@ -45,7 +45,8 @@ class Coarsening:
 
 
 def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarsening]:
-    """The live tiles of the mask in other block sizes, coarser or finer, one entry for each of `blocks`.
+    """The live tiles of the mask in other block sizes, one entry for each of `blocks`: tokens, or `(block_q, block_k)`
+    pairs.
 
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):
@@ -54,12 +55,8 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     blocks of 64: 46 live tiles, 10.87 computed per live score
     blocks of 256: 10 live tiles, 37.8 computed per live score
 
-    A tile is live if any of its scores is. A coarser block computes more dead scores; a finer one has a longer index
-    and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.
-
-    Args:
-        mask: any mask.
-        blocks: sizes in tokens, or `(block_q, block_k)` pairs.
+    A coarser block computes more dead scores; a finer one has a longer index and smaller matrix products: at equal
+    over-coverage, 64 to 128 runs fastest on current GPUs.
 
     Time is proportional to the live tiles (and for finer blocks to the distinct partial ones). Raises ValueError for a
     bad block, TypeError if `blocks` is not a list.

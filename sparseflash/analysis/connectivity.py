@@ -32,8 +32,8 @@ class Gap:
 
 
 def gap(element: Element) -> Gap | None:
-    """A pair of tokens that never connects, however often these layers are repeated, or None. If the diagonal tiles
-    connect the tokens of each block, the tile graph decides, otherwise the token graph; if that has too many edges,
+    """A pair of tokens that never connects, however often these layers are repeated, or None. If each block's tokens
+    are connected by its diagonal tile, the tile graph decides, otherwise the token graph; if that has too many edges,
     relations are composed until nothing changes.
     """
     union = element.union()

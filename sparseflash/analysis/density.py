@@ -16,9 +16,8 @@ class Density:
     >>> found.live_tiles, found.full_tiles, found.partial_tiles
     (10, 6, 4)
 
-    `scores`, `tiles`: of the whole matrix, `q_len * k_len` and `Mq * Mk` per head. A tile is live if any of its scores
-    is. `full_tiles`: with all scores live; the kernel reads no bits for them. `partial_live_scores`: live scores in the
-    other live tiles.
+    `scores`, `tiles`: of the whole matrix. A tile is live if any of its scores is. `full_tiles`: with all scores live;
+    the kernel reads no bits for them. `partial_live_scores`: live scores in partial tiles.
     """
 
     scores: int

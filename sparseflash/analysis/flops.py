@@ -67,14 +67,12 @@ def flops(
         forward    2 (D + Dv):     S = Q K^T, O = P V
         backward   2 (3 D + 2 Dv): S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q
 
-    For D = Dv this is `4 D`, and 2.5 times as much, as FlashAttention counts (Dao, 2023, section 4.1). The softmax is
-    not counted, as is usual.
+    For D = Dv this is `4 D`, and 2.5 times as much, as FlashAttention counts (Dao, 2023, section 4.1).
 
     sparseflash's backward computes dK and dV in one pass and dQ in another, each with its own S and dP: seven products,
     `2 (4 D + 3 Dv)`; in fp32 a third pass for delta makes it nine, `2 (5 D + 4 Dv)`. Only `performed` counts these.
 
     Args:
-        mask: any mask.
         head_dim, v_dim: D and Dv; Dv is D by default.
         backward: count the backward pass, not the forward pass.
         batch, heads: of the attention, by default the mask's.

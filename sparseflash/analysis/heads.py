@@ -9,7 +9,7 @@ from sparseflash.blockmask.arguments import checked_mask, integer
 def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
     """How often each (batch element, head) of the mask occurs in an attention with this batch size and number of heads.
 
-    None: the mask's own number. A shared mask (1 in its shape) serves any number, any other mask only its own.
+    None: the mask's own number; a shared mask (1 in its shape) serves any number.
     """
     mask, times = checked_mask(mask), 1
     for name, asked, own in (("batch", batch, mask.shape[0]), ("heads", heads, mask.shape[1])):

@@ -33,11 +33,10 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
 
         R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
 
-    so `R[q, k]` says whether input token k can change token q after the last layer, exactly: the tile graph decides
-    where it can; elsewhere bits are multiplied, once per distinct pair.
+    so `R[q, k]` says whether input token k can change token q after the last layer.
 
     The result has one head, square blocks of the masks' smallest `block_q` or `block_k`, a pattern for each batch
-    element if these differ, and no `lengths`: padding neither reaches nor is reached.
+    element if these differ, and no `lengths`.
 
     Raises ValueError for `q_len != k_len`, masks of different lengths or batch sizes, over 32,768 block rows, and if
     the result or the number of tiles to multiply would exceed 16.7 million: use larger blocks then.
@@ -85,7 +84,7 @@ def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
 
 
 def diameter(masks: Masks) -> int:
-    """The number of layers after which nothing more is reached: the longest of all shortest paths.
+    """The number of layers after which nothing more is reached.
 
     >>> import torch
     >>> i, j = torch.arange(8)[:, None], torch.arange(8)

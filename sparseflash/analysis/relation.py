@@ -56,7 +56,6 @@ class Relation:
     __hash__ = None  # type: ignore[assignment]
 
     def partial(self, chosen: NDArray[np.bool_] | None = None, *, transposed: bool = False) -> Bits:
-        """The bit matrix of the partial tiles, of all kinds or of those chosen (bool `[T]`)."""
         key = self.key if chosen is None else self.key[chosen[self.kind - 1]]
         rows, cols = key // self.count, key % self.count
         return bitrows.of_pairs(*((cols, rows) if transposed else (rows, cols)), self.count, self.count)
@@ -188,8 +187,8 @@ def union(
     """The union of the tiles of each group: `(kind [G], words)`, where kind 0 is full and -1 dead.
 
     Group g has `sizes[g]` >= 1 consecutive members. `ids` returns the ids of members at some positions, `look_up` the
-    words of distinct ids. All groups take their members in step, so that equal unions are computed once, and a full
-    group stops.
+    words of distinct ids. All groups take their members in step, so equal unions are computed once, and a full group
+    stops.
     """
     starts = np.cumsum(sizes) - sizes
     groups = np.arange(len(sizes))

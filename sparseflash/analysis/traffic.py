@@ -71,7 +71,7 @@ def bytes_moved(
     batch: int | None = None,
     heads: int | None = None,
 ) -> Traffic:
-    """HBM traffic of the forward pass under FlashAttention's model: on-chip memory of a given size, no cache.
+    """HBM traffic of the forward pass under FlashAttention's model, without a cache.
 
     >>> eye = torch.arange(128)
     >>> mask = BlockMask.from_tiles(eye, eye, 16384)
@@ -99,10 +99,9 @@ def bytes_moved(
     `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
 
     Full fp32 counts 4 bytes per number, although the kernel mostly reads three bf16 pieces, 6 bytes. Each head of a
-    group reads its keys separately; the L2 cache is ignored.
+    group reads its keys separately, and the L2 cache is ignored.
 
     Args:
-        mask: any mask.
         head_dim, v_dim: D and Dv; Dv is D by default.
         dtype: of q, k and v.
         batch, heads: of the attention, by default the mask's.

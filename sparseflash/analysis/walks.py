@@ -18,7 +18,7 @@ from sparseflash.blockmask.stats import live_tokens
 class Walk:
     """The tiles of one pattern that begin before a length, ordered by rows; all int64, on the CPU.
 
-    `rows`, `cols`, `tile` `[E]` are as stored. `kind [E]` is 0 for a full tile, t for the words `bits[t - 1]`: the part
+    `rows`, `cols`, `tile` `[E]` are as stored. `kind [E]`: 0 for a full tile, t for the words `bits[t - 1]` of the part
     inside the length, which may be empty. `users`: the (batch element, head) pairs, numbered as in `mask.shape`.
     `q_stop`, `k_stop`: live queries and keys, in tokens.
     """

@@ -9,6 +9,7 @@ _DENSE = "mask.to_dense() is the boolean tensor [B, H, Nq, Nk]"
 _PART = "take a part with mask.crop(q=(start, stop), k=(start, stop)), and some heads with mask.select(heads=[0, 1])"
 _LISTS = "interop.to_flex(mask) makes FlexAttention's BlockMask"
 _NO_DTYPE = "masks have no dtype: they work with queries, keys and values of any dtype"
+_PICTURE = "mask.plot() is a matplotlib figure, and print(mask.to_string()) draws in a terminal"
 _SIZES = "mask.shape is (B, H, Nq, Nk), and mask.blocks is the number of block rows and columns"
 _MASKS = "combine masks with &, | and ~"
 
@@ -20,6 +21,7 @@ ATTRIBUTES = {
     **dict.fromkeys(("bool", "numpy", "tolist", "nonzero", "masked_fill", "item", "todense", "dense_mask"), _DENSE),
     **dict.fromkeys(("ndim", "dim", "size", "numel", "stride"), _SIZES),
     **dict.fromkeys(("narrow", "split", "chunk", "index_select", "take", "_adjust"), _PART),
+    **dict.fromkeys(("show", "draw", "display", "savefig"), _PICTURE),
     **dict.fromkeys(("mT", "t"), "the transposed mask is mask.T"),
     **dict.fromkeys(("sum", "any", "all", "mean", "sparsity"), "mask.density is the share of live scores"),
     **dict.fromkeys(("clone", "detach", "contiguous", "copy"), "masks never change, so they need no copy"),

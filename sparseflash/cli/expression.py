@@ -17,6 +17,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.cli.convert import read
 from sparseflash.cli.refused import EXPRESSION, Refused
 from sparseflash.cli.sources import Missing, module_of
+from sparseflash.masks.other_names import OTHER_NAMES
 
 _OWN = "For a function of yours: --from FILE.py."
 _MADE_FROM = "BlockMask.from_dense takes boolean tensors, BlockMask.from_function rules on positions"
@@ -124,7 +125,9 @@ def unknown(name: str, own: Mapping[str, Any], hint: str) -> str:
 
 
 def no_pattern(name: str, patterns: Collection[str], mine: Sequence[str] = ()) -> str:
-    """The message for an unknown pattern, with similar names."""
+    """The message for an unknown pattern, with the name here or similar names."""
+    if name in OTHER_NAMES:
+        return f"no pattern is called {name}; use {OTHER_NAMES[name]}."
     near = get_close_matches(name, [*mine, *patterns], n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(patterns))}."
     return f"no pattern is called {name}; {hint}"

@@ -6,9 +6,9 @@
     out = distributed.attention(q, k, v, plan)                  # [B, H, n, D], with gradients
     loss = loss_of(plan.gather(logits))
 
-`planner` deals chunks of tokens to the ranks: equally many tokens, about as many live tiles, few remote keys. From the
-mask's lists every rank computes the key blocks that it needs from each rank (`routes`); these are sent (`exchange`), or
-heads (`ulysses`) or queries (`queries`) travel. The cost model (`costs`) chooses.
+`planner` deals chunks of tokens to the ranks. From the mask's lists every rank computes the key blocks that it needs
+from each rank (`routes`); these are sent (`exchange`), or heads (`ulysses`) or queries (`queries`) travel. The cost
+model (`costs`) chooses.
 """
 
 from sparseflash.distributed.attention import attention

@@ -77,17 +77,17 @@ def attention(
     torch.Size([1, 2, 100, 16])
     >>> dist.destroy_process_group()
 
-    The arguments are the same as for `sparseflash.attention`, with these differences.
+    The arguments are those of `sparseflash.attention`, with these differences.
 
     Args:
         q: this rank's queries `[B, Hq, n, D]`, with `n = plan.queries.counts[plan.rank]`, at `plan.positions`.
         k: this rank's keys `[B, Hkv, m, D]`, with `m = plan.keys.counts[plan.rank]`, at `plan.key_positions`.
         v: this rank's values `[B, Hkv, m, Dv]`.
         plan: of the whole mask, from `shard`, the same on every rank.
-        dropout_p: the same on every rank. The same seed drops the same weights as on one GPU, with any strategy.
-        seed: of the dropout, the same on every rank; ints are compared at the first call of each kind, a tensor is not
-            read. None: all use the seed that the group's first rank draws from the PyTorch generator of q's device (8
-            bytes are sent), so generators within a group need not agree, and groups differ if their first ranks' do.
+        dropout_p: the same on every rank. The same seed drops the same weights as on one GPU.
+        seed: the same on every rank; ints are compared at the first call of each kind, a tensor is not read. None: all
+            use the seed that the group's first rank draws from the PyTorch generator of q's device, so generators
+            within a group need not agree.
         scores: as on one GPU, the same on every rank, for all heads, with tensors along tokens whole. Each rank
             receives a part of the gradients of their tensors: sum these over the group, as for all parameters.
             Distances, relative tables and functions read positions from tensors, which costs more than on one GPU
@@ -102,9 +102,9 @@ def attention(
     dies, the others raise the error of their torch.distributed backend, or with copies between peers a device error, at
     the latest after the group's timeout.
 
-    The result does not depend on timing: parts are merged in the order of the stages, and gradients of a key, rounded
-    to the inputs' dtype, are summed in fp32, the own rank's first and then by rank. It rounds differently than one GPU,
-    except with `strategy="heads"`, where nothing is summed.
+    The result does not depend on timing: parts are merged in the order of the stages, and gradients of a key are summed
+    in fp32, the own rank's first and then by rank. It rounds differently than one GPU, except with `strategy="heads"`,
+    where nothing is summed.
 
     `torch.compile` breaks its graph around this function.
 

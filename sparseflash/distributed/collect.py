@@ -29,8 +29,8 @@ def _all(x: Tensor, dim: int, shards: Shards, group: dist.ProcessGroup | None) -
     if shards.ranks == 1:
         return x.clone()
     moved = x.movedim(dim, 0)
-    # As bytes, because every backend takes every dtype so. From one dimension, because the stride of a last dimension
-    # of size 1 is arbitrary.
+    # As bytes, because every backend takes every dtype so, and from one dimension, because the stride of a last
+    # dimension of size 1 is arbitrary.
     flat = moved.contiguous().view(-1).view(torch.uint8).view(len(moved), -1)
     most = max(shards.counts)
     padded = flat.new_zeros(most, flat.shape[1])  # all_gather needs equal sizes

@@ -21,8 +21,8 @@ from sparseflash.distributed.shards import Integers
 
 Floats = NDArray[np.float64]
 MOST_STAGES = 4
-# The share of queries with remote keys up to which they attend apart, if keys travel in one exchange before
-# attention. A second attention leaves the GPU unfilled at its ends, but the other queries' keys need not be copied.
+# The share of queries with remote keys up to which they attend apart, if keys travel in one exchange before attention:
+# a second attention leaves the GPU unfilled at its ends, but the other queries' keys need not be copied.
 FEW_QUERIES = 0.125
 
 
@@ -193,7 +193,7 @@ def keys_travel(
 
 
 def _waited(before: Floats, after: Floats) -> float:
-    """The time that ranks wait for each other in a backward pass, where all must end one part before the next."""
+    """The time that ranks wait for each other in a backward pass."""
     return float(before.max() + after.max() - (before + after).max())
 
 

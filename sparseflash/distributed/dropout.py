@@ -1,7 +1,4 @@
-"""Dropout over several ranks: the same weights are dropped as by one process.
-
-A weight's fate follows from the seed and its place in the whole problem, so the ranks only have to agree on the seed.
-"""
+"""Dropout over several ranks: the same weights are dropped as by one process."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ def described(seed: SupportsIndex | Tensor | None) -> tuple[str, int | None]:
 
 
 def of_first_rank(seed: Tensor, plan: ShardPlan) -> Tensor:
-    """The seed that the first rank of the group has drawn.
-
-    The other ranks draw too, so that equal generators stay equal.
-    """
+    """The seed that the first rank of the group has drawn; the others draw too, so that equal generators stay equal."""
     if plan.ranks > 1:
         group = plan.process_group
         dist.broadcast(seed, dist.get_global_rank(group, 0), group=group)

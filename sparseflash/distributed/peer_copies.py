@@ -34,8 +34,8 @@ class PeerCopies:
     """Rows are laid into a buffer of this rank, and the other ranks copy them from there.
 
     Other ranks may read rows between the barrier after they were written and the one before their place is written
-    again. An exchange takes the room that the largest sender needs on every rank, so all ranks compute its place, and
-    when the buffer begins anew, without communication.
+    again. An exchange takes the room that the largest sender needs on every rank, so all ranks compute its place
+    without communication.
 
     `allocate`: makes the buffer, a collective call; `stream`: of the copies, None on a CPU.
     """

@@ -2,7 +2,7 @@
 
 The cheapest of several assignments is taken: contiguous runs, two runs a rank (zigzag, which balances causal masks),
 chunks dealt in turn or by live area, and runs balanced by exchanging chunks between the most and the least loaded rank.
-All are functions of the mask in integers or a fixed order, so every rank computes the same.
+All are computed in integers or a fixed order, so every rank finds the same.
 """
 
 from __future__ import annotations

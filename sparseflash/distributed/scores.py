@@ -1,7 +1,4 @@
-"""Score modifications over several ranks: from the whole problem to the tokens or heads of one call.
-
-Tensors along tokens are indexed by positions in the whole sequence, and functions are called with them.
-"""
+"""Score modifications over several ranks: from the whole problem to the tokens or heads of one call."""
 
 from __future__ import annotations
 

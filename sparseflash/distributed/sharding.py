@@ -34,12 +34,12 @@ def shard(
     (torch.Size([256]), [256, 256, 256, 256])
 
     Ranks hold equally many chunks of tokens, up to one; a chunk is one block or several, and the last may be ragged.
-    They are dealt so that live tiles are balanced and few keys travel; the plan is a function of the mask, the same on
-    every rank. If `q_len == k_len`, queries and keys are the same tokens.
+    They are dealt so that live tiles are balanced and few keys travel. If `q_len == k_len`, queries and keys are the
+    same tokens.
 
     Args:
         mask: the whole mask, the same on every rank. Lengths are written into its tiles, and a dynamic mask is made
-            canonical, so both synchronise with the device.
+            canonical: both synchronise with the device.
         group: a process group, or a DeviceMesh of one dimension (`mesh["cp"]`); None: the default group.
         ranks, rank: instead of a group, plan for rank `rank` of `ranks` without processes; runs no attention.
         like: another plan of the same lengths, whose assignment of tokens is kept, for masks that change at every step
@@ -52,10 +52,10 @@ def shard(
             attention begins when all keys have arrived, without a merge; None: chosen by the model. Queries and heads
             do not travel in stages.
         transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
-            the other ranks' memory, beside attention, for GPUs of one host that can read each other's memory;
-            `"auto"`: peer where possible. For `"peer"`, every GPU keeps a buffer for each group, as large as the
-            largest sender has needed; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`, and
-            so do heads that travel.
+            the other ranks' memory, beside attention, for GPUs of one host that can read each other's memory; `"auto"`:
+            peer where possible. For `"peer"`, every GPU keeps a buffer for each group, as large as the largest sender
+            has needed, outside of PyTorch's memory statistics. CUDA graphs need `"collective"`, and so do heads that
+            travel.
 
     Raises ValueError for fewer blocks than ranks, a DeviceMesh of several dimensions, heads with copies between peers,
     stages of queries or heads, and `like` of other lengths, other ranks or a chunk that the mask's blocks do not

@@ -99,5 +99,4 @@ class Shards:
         return x if self.is_contiguous else torch.empty_like(x).index_copy_(dim, self.order_on(x.device), x)
 
     def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """The inverse of `in_sequence`."""
         return x if self.is_contiguous else x.index_select(dim, self.order_on(x.device))

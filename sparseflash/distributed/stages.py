@@ -82,7 +82,7 @@ def stages_of(
     """The attention to local keys, then `stages` exchanges of nearly equal parts of each message.
 
     If `stages` is 0, all queries attend to all their keys at once. If few have remote keys, the others attend apart, to
-    local keys, which then need not be copied; with `local_first` they attend first, while keys travel.
+    local keys; with `local_first` they attend first, while keys travel.
 
     same_slots: a slot has the same token for all heads. Otherwise heads that need different keys fill their slots
     independently, which takes less memory.

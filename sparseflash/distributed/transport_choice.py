@@ -18,7 +18,7 @@ TRANSPORTS = ("auto", "collective", "peer")
 
 
 class _Transports:
-    """Making them is a collective call, whatever transport is wanted: ranks that want different ones find out later."""
+    """Making them is a collective call, whatever transport is wanted."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.collectives = Collectives(group)

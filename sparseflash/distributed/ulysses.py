@@ -1,6 +1,6 @@
 """All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023): each rank attends with some heads over all tokens.
 
-Backward is the same exchange in the other direction. Nothing is summed: one rank gives the same bits.
+Backward is the same exchange in the other direction; nothing is summed, so one rank gives the same bits.
 """
 
 from __future__ import annotations

@@ -53,14 +53,13 @@ def shares(
            [1.      , 1.      , 0.765625, 0.265625]])
 
     A cell is `step = (a, b)` tiles down and across, where a and b are the smallest powers of two that make the grid
-    fit. So no cell cuts a tile, and structure in powers of two aligns with the grid. The last row and column of cells
-    may have fewer tiles. Time is proportional to the live tiles.
+    fit. No cell cuts a tile. The last row and column of cells may have fewer tiles. Time is proportional to the live
+    tiles.
 
     Scores past `q_len` or `k_len` do not exist and are not counted, so a tile at a ragged end may have share 1. It
-    still counts as partial, as for the kernels, because it is stored with bits; so does a full tile that `lengths` cut.
+    still counts as partial, because it is stored with bits; so does a full tile that `lengths` cut.
 
     Args:
-        mask: any mask.
         rows, cols: the most cells down and across.
         pattern: the number of one of the mask's patterns.
         lengths: the numbers of live queries and keys; later tokens are padding, and dead. The mask's own lengths are

@@ -1,6 +1,7 @@
 """A mask as a matplotlib figure.
 
-Uses only matplotlib's object-oriented interface: it selects no backend, changes no global state and opens no window.
+Only matplotlib's object-oriented interface is used: no backend is selected, no global state changed and no window
+opened.
 """
 
 from __future__ import annotations

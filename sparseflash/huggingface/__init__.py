@@ -1,8 +1,8 @@
 """Hugging Face Transformers: its models with this attention, and optionally a sparsity pattern on top of their masks.
 
-Transformers calls twice: once per forward to build the masks from rules (causal, sliding, packed, padded), and once per
-layer for the attention. The first call returns a `ModelMask` (model_mask.py), which does not build a mask yet, because
-a layer's pattern may leave out most of the scores that the rules allow; the second is `Attention` (layer.py).
+Transformers calls twice: once per forward to build the masks from rules, and once per layer for the attention. The
+first call returns a `ModelMask` (model_mask.py), not yet a mask, because a layer's pattern may leave out most of the
+scores that the rules allow; the second is `Attention` (layer.py).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
     The model's own masks stay in force: causal, sliding window, packed sequences, and the padding of `attention_mask`.
     Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live key gives 0. The
-    page "In a Hugging Face model" lists what works, the models that ignore the name, and the limits of `torch.compile`.
+    page "In a Hugging Face model" lists what works.
 
     Args:
         pattern: a mask that restricts the live scores further; None: only the models' own masks. Its query i and key j
             are tokens i and j of a row of the batch, counting padding and the contents of a cache. It must be as long
             as the longest row, generated tokens included; shorter rows use its beginning. Or a function that takes an
-            attention module (in most models `getattr(module, "layer_idx", None)` is its number) and returns the
-            module's mask, the same object at every call, or None for no pattern.
+            attention module (in most models `getattr(module, "layer_idx", None)` is its number), not a length, and
+            returns the module's mask, the same object at every call, or None for no pattern.
         name: models select it by this name. To register a name again replaces the pattern in models that use it.
         block: tokens per side of a tile, for masks without a pattern; others have the pattern's blocks.
 

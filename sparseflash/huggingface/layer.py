@@ -113,7 +113,17 @@ class Attention:
         return attention_mask.decoding(self._pattern_of(module), query, key)
 
     def _pattern_of(self, module: nn.Module) -> BlockMask | None:
-        pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
+        if self.pattern is None or isinstance(self.pattern, BlockMask):
+            return self.pattern
+        try:
+            pattern = self.pattern(module)
+        except TypeError as error:  # as masks.local(n) raises, if n is the module
+            reason = str(error).partition("\n")[0]
+            raise TypeError(
+                f"pattern must be a mask or a function of an attention module; called with {type(module).__name__}, it "
+                f"raises {reason!r}. Instead of a function of the length register its mask for the number of tokens "
+                "that no row will exceed, such as register(masks.causal(4096))."
+            ) from error
         return pattern if pattern is None else checked_mask(pattern)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -38,9 +38,8 @@ def fingerprint(rule: Any) -> Hashable | None:
 def unpacked(rule: Rule) -> Rule:
     """The rule without the condition that two tokens are of one packed sequence, if every row is one sequence.
 
-    Transformers leaves the condition out itself, but not while a model is traced (`torch.compile`), when it cannot read
-    the tensor. With the condition, the mask would be built anew in every forward. Synchronises with the device if the
-    rule has the tensor.
+    Transformers leaves the condition out itself, but not while a model is traced (`torch.compile`); with it the mask
+    would be built anew in every forward. Synchronises with the device if the rule has the tensor.
     """
     from transformers import masking_utils
 

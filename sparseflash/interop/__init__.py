@@ -6,8 +6,8 @@
 True
 
 A mask that a format cannot represent raises a ValueError with the reason and the first place where it occurs. On the
-way out, `lengths` (padding) become part of the pattern. A library is imported only when its function is called;
-sparseflash itself requires only SciPy and PyTorch of them.
+way out, `lengths` (padding) become part of the pattern. Only SciPy and PyTorch must be installed; other libraries are
+imported when their function is called.
 
 | library | out | in | cannot represent |
 |---|---|---|---|
@@ -26,8 +26,7 @@ queries on one side of the diagonal (butterflies, random blocks) |
 | DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
 no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
 
-Whole functions of other libraries, with their arguments and layouts, computed by `attention`; nothing of these
-libraries is needed:
+Whole functions of other libraries, with their arguments and layouts, computed by `attention`, without these libraries:
 
 | module | functions |
 |---|---|

@@ -15,8 +15,7 @@ MOST_RUNS = 3  # the most live runs of a column: between two dead runs and the e
 def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     """The runs of dead queries of each key of one pattern, `(start, stop, most)`.
 
-    start, stop: int64 `[most, MOST_RUNS + 1]`, in order, some of them empty. most: the first key that has more runs,
-    or Nk.
+    start, stop: int64 `[most, MOST_RUNS + 1]`, in order, some empty. most: the first key that has more runs, or Nk.
     """
     col_blocks, device = mask.blocks[1], mask.device
     indptr, indices, tile = mask.columns

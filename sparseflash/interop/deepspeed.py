@@ -32,15 +32,14 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
              [0, 0, 1]]]), block=16)
 
     Args:
-        mask: a mask of square, whole blocks.
         heads: the number of heads, for a mask that all of them share (1 by default).
         cover: make partial tiles fully live.
 
     With `cover=True` the result is a different mask, so pass the exact mask to DeepSpeed as `attn_mask` `[N, N]`, one
-    for all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
+    for all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's
     "unidirectional" layouts are causal between blocks only.
 
-    Raises ValueError if blocks are not square or not whole, if the numbers of queries and keys differ, if the mask
+    Raises ValueError for blocks that are not square or not whole, different numbers of queries and keys, a mask that
     differs within the batch, and, without `cover`, for a partial tile, naming the first.
     """
     mask = checked_mask(mask)
@@ -84,8 +83,7 @@ def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
         layout: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`.
         block: tokens, the configuration's `block`.
 
-    In a "unidirectional" layout the blocks on the diagonal see the future; DeepSpeed leaves the causality inside them
-    to its `attn_mask`.
+    In a "unidirectional" layout the blocks on the diagonal see the future: intersect the mask with `masks.causal`.
 
     Raises ValueError for another shape or other values.
     """

@@ -54,16 +54,15 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
 
     FA4 requires blocks of exactly 128 keys and a multiple of 128 queries (256 queries on SM100, where it works on two
     tiles at once). Tiles at a ragged end count as full if every existing score is live, as in FA4's own
-    `compute_block_sparsity`, because its kernel takes the lengths.
+    `compute_block_sparsity`.
 
     Args:
-        mask: in blocks of 128 keys and a multiple of 128 queries.
+        mask: in such blocks.
         partial: promises that the caller supplies a `mask_mod` for partial tiles.
 
-    In partial tiles FA4 evaluates a `mask_mod`, which is compiled from CuTe DSL and cannot be replaced by a tensor;
-    without one it treats them as full. So a mask with partial tiles is refused without `partial=True`. The `mask_mod`
-    is either the rule of the pattern (causal: `k <= q`), or a function that reads the arrays of `lookup`, passed as
-    `aux_tensors`; the docstring of `TileLookup` has the formula.
+    In partial tiles FA4 evaluates a `mask_mod`, compiled from CuTe DSL; without one it treats them as full. So a mask
+    with partial tiles is refused without `partial=True`. The `mask_mod` is either the rule of the pattern (causal:
+    `k <= q`), or a function that reads the arrays of `lookup`, passed as `aux_tensors`, by the formula of `TileLookup`.
 
     Raises ValueError for other blocks, and for partial tiles without `partial=True`.
     """
@@ -99,15 +98,13 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
     >>> from_fa4(to_fa4(mask).forward, 384, 384) == mask
     True
 
-    Args:
-        tensors: the forward's lists.
         q_len, k_len: tokens.
         mask_mod: `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, gives the live scores of
             partial blocks. For tensors from `to_fa4` it is `sparseflash.interop.lookup.mask_mod(lookup,
             *tensors.block_size)`.
 
-    Raises ValueError for partial blocks without a `mask_mod`, for lists without a `block_size` or with one that a mask
-    cannot have, and for lists that name a block twice or out of range.
+    Raises ValueError for partial blocks without a `mask_mod`, for a missing or impossible `block_size`, and for lists
+    that name a block twice or out of range.
     """
     if not all(hasattr(tensors, name) for name in BlockSparseTensors._fields):
         raise TypeError(f"tensors must be BlockSparseTensors, ours or FA4's own; got {type(tensors).__name__}.")

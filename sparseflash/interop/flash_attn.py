@@ -42,7 +42,7 @@ def flash_attn_func(
         window_size: `(left, right)`: query i sees keys from `i + Nk - Nq - left` to `i + Nk - Nq + right`, -1 or None
             for no limit. With `causal`, right is 0.
         softcap: 0 for none. alibi_slopes: `[Hq]` or `[B, Hq]`. learnable_sink: logits `[Hq]`, as in FlashAttention-4.
-        deterministic: both ways give the same bits at every call here.
+        deterministic: True and False give the same bits at every call here.
         return_attn_probs: returns `(out, lse, None)`. return_lse: returns `(out, lse)`, with lse `[B, Hq, Nq]`.
         dropout_p, softmax_scale, block, backend: as `dropout_p`, `scale`, `block` and `backend` of `sdpa`.
 
@@ -83,8 +83,7 @@ def flash_attn_varlen_func(
     Args:
         q, k, v: packed tokens, `[total_q, Hq, D]`, `[total_k, Hkv, D]` and `[total_k, Hkv, Dv]`. Tokens past all
             sequences are padding: their out is 0, their lse -inf, their gradients 0.
-        cu_seqlens_q, cu_seqlens_k: the running sums of the lengths. On a GPU the first call with a tensor waits for it;
-            see `attention_varlen`.
+        cu_seqlens_q, cu_seqlens_k: the running sums of the lengths. On a GPU the first call with a tensor waits for it.
         max_seqlen_q: needed with a `block_table` only. max_seqlen_k: not needed here.
         block_table: the pages of each sequence, integers `[B, n]`; k and v are then all pages, `[P, page, Hkv, D]`, and
             have no gradients.

@@ -73,8 +73,8 @@ def from_flashinfer(
         mask: bool `[nnz, R, C]` (True: live; None: all).
         block: tokens, by default `(R, C)` if a mask can have such blocks, else 128.
 
-    Raises ValueError for blocks that do not divide the lengths, an index out of range (FlashInfer's own check accepts
-    one past the end), a block listed twice, or a `mask` of another shape.
+    Raises ValueError for blocks that do not divide the lengths, an index out of range, a block listed twice, or a
+    `mask` of another shape.
     """
     q_len, k_len = token_counts(M, N)
     size_q, size_k = integer(R, "R", "tokens"), integer(C, "C", "tokens")

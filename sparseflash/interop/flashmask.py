@@ -58,7 +58,6 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
     not. Time is proportional to the live tiles.
 
     Args:
-        mask: any mask of the kinds above.
         causal: the form of the result; by default True if the mask has as many queries as keys and no live score above
             the diagonal. FlashMask numbers queries from the top in both forms.
         kv_heads: the number of key-value heads, if FlashMask needs one mask for each of them; the query heads of a

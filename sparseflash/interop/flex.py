@@ -33,8 +33,8 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
 
     Args:
         mask_mod: `mask_mod(b, h, q, k)`, a rule that says which scores of partial tiles are live, such as
-            `lambda b, h, q, k: k <= q` for a causal mask. By default the result looks them up in the bits of `mask`. A
-            rule is faster, because it reads no memory. It must agree with the mask; this is not checked.
+            `lambda b, h, q, k: k <= q` for a causal mask. By default the result looks them up in the bits of `mask`; a
+            rule is faster, because it reads no memory. The rule must agree with the mask, which is not checked.
 
     Every mask can be converted. Code that `torch.compile` generated for one mask runs others whose arrays have the
     same shapes.
@@ -79,8 +79,8 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` returns True.
     `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish.
 
-    This is how compiled FlexAttention reads the lists. In eager mode FlexAttention ignores them and evaluates
-    `mask_mod` for every score; for a mask from `create_block_mask` with the real B and H the result is the same.
+    This is how compiled FlexAttention reads the lists; in eager mode it ignores them and evaluates `mask_mod` for every
+    score.
 
     Time is proportional to the partial blocks. To store a long mask, save the mask itself (`BlockMask.save`) rather
     than the result of `to_flex`.

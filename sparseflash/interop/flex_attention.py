@@ -1,7 +1,7 @@
 """FlexAttention's functions, with its arguments: change the import, and keep the calls.
 
 Not compiled: `torch.compile(flex_attention)` and `torch.compile(create_block_mask)` are not needed, and are not faster.
-The other functions and classes of FlexAttention that go with them can be imported from here, too: they are PyTorch's.
+The other functions and classes of FlexAttention that go with them can be imported from here, too.
 
 >>> from sparseflash.interop.flex_attention import and_masks, create_block_mask
 >>> near = and_masks(lambda b, h, q, k: k <= q, lambda b, h, q, k: q - k < 64)

@@ -15,8 +15,8 @@ class Indexed(Change, prepared=False):
     """A change whose tensor is `derived` anew at each call from the tensor that a `score_mod` captures, so that values
     and gradients follow the captured tensor.
 
-    In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
-    exactly Hq entries, so the tensor is narrowed when the attention is called and its sizes are known.
+    In a `score_mod`, `tensor[h]` may have more than Hq entries. The change needs exactly Hq, so the tensor is narrowed
+    when the attention is called and its sizes are known.
     """
 
     captured: Tensor

@@ -75,8 +75,7 @@ def na2d(
     The mask is made once for each shape and set of options, and kept. If it has fewer live tiles so, tokens are
     reordered into tiles of the grid, by one operation for each of q, k, v and the result.
 
-    NATTEN's choices of kernels and tiles, such as `q_tile_shape` and `backend="cutlass-fna"`, change nothing: both
-    follow from the GPU and the mask here.
+    NATTEN's choices of kernels and tiles, such as `q_tile_shape` and `backend="cutlass-fna"`, change nothing.
     """
     given = (kernel_size, stride, dilation, is_causal, scale, additional_keys, additional_values)
     return _neighborhood(2, query, key, value, *given, return_lse, block, backend, others)

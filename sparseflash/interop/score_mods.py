@@ -60,12 +60,11 @@ def from_score_mod(
     A tensor indexed by b or h may have entries for more batch elements or heads than the attention has. A result that
     is kept for several calls follows in-place changes of its tensors, such as training steps.
 
-    Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take. For example,
-    `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a causal mask; `interop.flex_attention`
-    knows the mask and recognises it. `torch.where(condition, score, -inf)` stays a function, too, and its dead scores
-    are computed; make the condition a mask instead. Learned tensors that a function captures receive their gradients,
-    too, as tensors that are given to `scores.function` do. Kernels raise ValueError for a function that they do not
-    take.
+    Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take; they raise
+    ValueError for others. For example, `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a causal
+    mask; `interop.flex_attention` knows the mask and recognises it. `torch.where(condition, score, -inf)` stays a
+    function, and its dead scores are computed; make the condition a mask instead. Learned tensors that a function
+    captures receive their gradients.
     """
     return changes_of(score_mod, (q_len, q_len if k_len is None else k_len), torch.device(device))
 

@@ -37,7 +37,7 @@ def from_sdpa(
         block: tokens per side of a tile.
 
     For a key padding mask `[B, Nk]` where True means padding (as in `torch.nn.MultiheadAttention`) use
-    `from_sdpa(~padding[:, None, None, :], q_len=Nq)`; its time is proportional to the tiles, not to `Nq * Nk`.
+    `from_sdpa(~padding[:, None, None, :], q_len=Nq)`; its time is proportional to the tiles.
 
     Raises TypeError for another dtype, ValueError for another shape or for a bias, which a mask cannot represent.
     """

@@ -26,8 +26,7 @@ def to_torch_sparse(
     Args:
         layout: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
             tiles (`block_q * block_k` bytes each) and must divide the lengths.
-        batch, head: select the pattern if there are several (PyTorch's batched sparse tensors would need equally many
-            entries in each).
+        batch, head: select the pattern if there are several.
 
     To convert all heads and back, pass `[to_torch_sparse(mask, head=h) for h in range(H)]` to `from_torch_sparse`.
 

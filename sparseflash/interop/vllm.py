@@ -46,8 +46,8 @@ def flash_attn_varlen_func(
             caches, which are refused.
         backend: as for `attention_with_cache`.
 
-    Steps in which every sequence has the same number of new tokens, 16 at most, run in the decoding kernel, as
-    CUDA graphs need it. In other steps (with prompts among the sequences) the keys are copied out of their blocks.
+    Steps in which every sequence has the same number of new tokens, 16 at most, run in the decoding kernel, as CUDA
+    graphs need it; in others the keys are copied out of their blocks.
     """
     refuse_unless(
         block_table is not None and seqused_k is not None and cu_seqlens_k is None, "block_table and seqused_k",

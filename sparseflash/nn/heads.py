@@ -93,7 +93,7 @@ def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> No
 def plain_weight(projection: nn.Module) -> Tensor | None:
     """The weight of a projection, used as it is; None unless the projection is PyTorch's own layer.
 
-    Another class, hooks, a replaced `forward` or a weight's own class may cast or move the input or the weight before.
+    Another class, hooks, a replaced `forward` or a weight's own class may cast or move the input or the weight.
     """
     if type(projection) is not nn.Linear or projection._forward_pre_hooks or "forward" in projection.__dict__:
         return None

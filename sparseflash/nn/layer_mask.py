@@ -23,9 +23,8 @@ class LayerMask:
     >>> LayerMask(masks.causal)(100, 100, torch.device("cpu")) == masks.causal(100)
     True
 
-    A `BlockMask` also serves shorter sequences, by its first queries and keys. Masks are cached, because kernels cache
-    their plans with them, until numbers or tensors that the function captures change; a copied or pickled layer starts
-    without this cache.
+    A `BlockMask` also serves shorter sequences, by its first queries and keys. Masks are cached until numbers or
+    tensors that the function captures change; a copied or pickled layer starts without this cache.
     """
 
     def __init__(self, mask: Mask) -> None:

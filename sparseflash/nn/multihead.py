@@ -53,8 +53,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         backend: as for `attention`.
 
     PyTorch's fused inference of `nn.TransformerEncoderLayer`, which is dense, does not run for a layer with this
-    module. For an `nn.TransformerEncoder` that was made with other layers, set `use_nested_tensor = False`: for
-    inference with padding it would make nested tensors, which are refused here.
+    module. For an `nn.TransformerEncoder` that was made with other layers, set `use_nested_tensor = False`: nested
+    tensors are refused here.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: a bool tensor, True where a score is DEAD (unlike in `sdpa`); or a floating one that is added; of
                 shape `[Nq, Nk]` or `[B * num_heads, Nq, Nk]`. Or a `BlockMask`. A score must be live in the layer's
                 mask, too.
-            is_causal: query i sees keys 0..i. With an `attn_mask`, it promises that the mask is causal, as in PyTorch;
+            is_causal: query i sees keys 0..i. With an `attn_mask` it promises that the mask is causal, as in PyTorch;
                 the library's causal mask replaces it. Unlike PyTorch's, it also works alone.
 
         Tensors are converted at every call; see `sdpa` for the cost. A query without a live key gives the bias of

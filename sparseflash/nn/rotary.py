@@ -1,6 +1,5 @@
-"""Rotary positions: queries and keys are rotated by angles that grow with their positions (Su et al., 2021).
-
-So the product of a query and a key depends on their distance.
+"""Rotary positions: queries and keys are rotated by angles that grow with their positions (Su et al., 2021), so their
+product depends on the distance.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class Rotary(nn.Module):
         base: pair i of D / 2 turns by `base ** (-2 * i / D)` radians a token.
 
     Call it with positions, integers `[N]` or `[B, N]`; `rotate` applies the result. Features i and i + D / 2 are a
-    pair, as in Llama. Angles are computed in fp64 at every call, not kept as a buffer, which `model.bfloat16()` would
-    round.
+    pair, as in Llama. Angles are computed in fp64 at every call: a buffer would be rounded by `model.bfloat16()`.
     """
 
     def __init__(self, head_dim: int, *, base: float = _BASE) -> None:
@@ -57,7 +55,7 @@ class Rotary2D(nn.Module):
     torch.Size([1, 1, 1024, 32])
 
     Half of the angles grow with the row, half with the column. The wavelengths suit images of a few hundred pixels a
-    side. They do not depend on `width`, so a model can read larger images than it was trained on.
+    side, and do not depend on `width`, so a model can read larger images than it was trained on.
 
     Args:
         head_dim: D, features of a head, a multiple of 4.

@@ -140,8 +140,8 @@ class SparseSelfAttention(Heads):
             mask: replaces the layer's mask.
             cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only,
                 without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
-                to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
-                `"blockwise"`, which cannot decode, make a mask for every call.
+                to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but not with the backends
+                `"hopper"` and `"blockwise"`.
             scores: score modifications, as for `attention`; with a cache, as for `decode.attention_with_cache`. A model
                 keeps their learned tensors as parameters: `layer(x, scores=scores.alibi(self.slopes))`.
         """

@@ -11,9 +11,8 @@
 | `sink` | a further score in each softmax, without a value |
 | `function` | your own function, as FlexAttention's `score_mod` |
 
-They combine by `+` into `Scores`, which has the order in which they apply. A score modification changes live scores.
-The mask says which scores are live, and only its dead tiles save work: a score that becomes -inf is dead, too, but is
-computed.
+They combine by `+` into `Scores`, which has the order in which they apply. The mask says which scores are live, and
+only its dead tiles save work: a score that becomes -inf is dead, too, but is computed.
 """
 
 from sparseflash.scores.bias import bias

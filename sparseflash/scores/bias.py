@@ -47,12 +47,12 @@ def bias(values: Tensor) -> Bias:
     Args:
         values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned; a size of 1 is shared. Only entries of live
             scores are read; the gradients of the others are 0. An entry is finite, or -inf for a dead score, which is
-            still computed; only dead tiles of the mask save work.
+            still computed.
 
     A bias that is the same for all queries (`Nq` is 1) becomes a `key_bias`, whose gradient needs no `[Nq, Nk]`. For
-    shared values the Triton kernels store the gradient of each batch element and head in fp32, and then sum. The Hopper
-    kernels are fastest if values have the dtype of q and rows that begin at multiples of 16 bytes; they learn only
-    values that no dimension shares, otherwise the portable kernels do. `tile_bias` stores live tiles only.
+    shared values the Triton kernels store the gradient of each batch element and head in fp32 before they sum. The
+    Hopper kernels are fastest if values have the dtype of q and rows that begin at multiples of 16 bytes; values that a
+    dimension shares learn in the portable kernels. `tile_bias` stores live tiles only.
     """
     values = floating(values, "bias")
     if values.ndim != 4:

@@ -165,8 +165,8 @@ class Scores:
         return [x for change in self.changes for x in change.tensors()]
 
     def key(self) -> tuple[Any, ...]:
-        """Everything but the values of the tensors, for caches. Types are a part of it, because `prepared` replaces
-        some changes by others, whose tensors it computes.
+        """Everything but the values of the tensors, for caches; with types, because `prepared` replaces some changes by
+        others.
         """
         key: list[Any] = []
         for change in self.changes:
@@ -209,19 +209,20 @@ def check_placed(changes: Scores, where: str) -> None:
 
 
 def scores_of(given: object) -> Scores:
-    """The argument `scores` of a caller. Raises TypeError for anything else."""
+    """The argument `scores` of a caller, or TypeError."""
     if isinstance(given, Scores):
         return given
     if isinstance(given, Change):
         return Scores((given,))
     raise TypeError(
         f"scores must be made by sparseflash.scores, such as scores.alibi(slopes); got {type(given).__name__}. "
-        "scores.bias takes a tensor that is added to the scores, scores.function a function; + joins several changes."
+        "scores.bias takes a tensor that is added to the scores, scores.function a function, and "
+        "interop.from_score_mod a score_mod of FlexAttention; + joins several changes."
     )
 
 
 def floating(x: object, name: str) -> Tensor:
-    """A dense tensor of a floating dtype. Raises TypeError for anything else."""
+    """A dense tensor of a floating dtype, or TypeError."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATING:
         what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be a tensor of a floating dtype; got {what}.")

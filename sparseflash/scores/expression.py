@@ -1,6 +1,6 @@
 """Functions of single scores as data: a list of elementwise operations.
 
-Each node of the list is computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds nodes.
+`evaluated` runs it in PyTorch; `derivatives` adds nodes.
 """
 
 from __future__ import annotations

@@ -44,10 +44,7 @@ class Function(Change, prepared=False):
         return self
 
     def recorded(self, device: torch.device) -> tuple[Recorded, int | None]:
-        """The function as an expression, and the node of the derivative by the score, if it was given.
-
-        Raises ValueError for functions that cannot be recorded.
-        """
+        """The function as an expression, and the node of the derivative by the score, if it was given."""
         kept: tuple[Recorded, int | None] | None = self._recorded.get(device)
         if kept is None:
             found, slope = recorded(self.function, self.given, device), None
@@ -134,20 +131,20 @@ def function(
     Args:
         change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and the int64 indices `b`,
             `h`, `q` and `k` of batch element, query head, query and key, never past the sizes of q and k. So
-            `bias[h][q, k]` works. `torch.vmap` calls it for all scores of live tiles, dead ones included: for all of
-            these its result must be finite, or -inf (dead), and its derivative finite.
-        tensors: further tensors that it reads, in particular every tensor that needs a gradient.
+            `bias[h][q, k]` works. `torch.vmap` calls it for all scores of live tiles, dead ones included: there, too,
+            its result must be finite or -inf (dead), and its derivative finite.
+        tensors: tensors that it reads, in particular every one that needs a gradient.
         derivative: of the result by the score, with the same arguments; by default `change` is differentiated.
         kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
-            the same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made
-            contiguous. Tensors receive no gradients from it.
+            the same for a tile of scores, to which `q` and `k` broadcast. The pointers are of the tensors, made
+            contiguous. The tensors receive no gradients from it.
         kernel_derivative: the derivative by the score, of the same kind; without it, no backward.
 
-    The reference and the blockwise backend call `change`, and differentiate it by autograd. For the Triton kernels the
-    first call records its operations and compiles them into the kernels, once for all masks. So:
+    The PyTorch backends call `change`, and differentiate it by autograd. For the Triton kernels the first call records
+    its operations and compiles them, once for all masks. So:
 
-    - keep the result of `scores.function`; a new one in every step is recorded in every step;
-    - Python numbers that `change` reads, also from tensors that it captures, are constants of the kernels;
+    - keep the result of `scores.function`; a new one is recorded anew;
+    - Python numbers that `change` reads, also from captured tensors, are constants of the kernels;
     - `change` must not read the values of its arguments in Python (`item()`, `if`), nor change them in place; both
       raise an error.
 
@@ -160,14 +157,14 @@ def function(
     - entries of tensors: every dimension is indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.
-    - `torch.dot` of two such rows of at most 256 numbers, `torch.dot(x[b, h, q], y[b, k])`. It is a sum of products of
-      single numbers, so features behind those of q and k (`torch.cat`) are faster.
+    - `torch.dot` of two such rows of at most 256 numbers, `torch.dot(x[b, h, q], y[b, k])`. Features behind those of q
+      and k (`torch.cat`) are faster.
     - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
       each b and h, summed in a fixed order: the same bits every time. The time for a table grows with the number of
       different entries that a tile reads.
 
-    Raises ValueError for a function that captures a tensor that requires gradients, which would receive none; at the
-    call, for one that the kernels do not take.
+    Raises ValueError for a function that captures a tensor that requires gradients; at the call, for one that the
+    kernels do not take.
     """
     if not callable(change):
         raise TypeError(f"a function of (score, b, h, q, k, *tensors) must be given; got {type(change).__name__}.")

@@ -83,8 +83,8 @@ def relative_2d(table: Tensor, height: int, width: int, *, cells: Tensor | None 
         table: `[Hq, 2 * height - 1, 2 * width - 1]`, which may be learned.
         cells: int64 `[N]`, the number of each token's cell, `y * width + x`, if tokens lie in another order.
 
-    A sequence may hold several grids of this shape one after another, such as windows. Two tokens of different grids
-    have the offset of their cells, as if both lay in one grid.
+    A sequence may hold several grids of this shape one after another, such as windows. Tokens of different grids have
+    the offset of their cells, as if both lay in one grid.
 
     Source: Liu et al., "Swin Transformer", ICCV 2021, whose tables are the transpose, `[(2M - 1)^2, Hq]`.
     """

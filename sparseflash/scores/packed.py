@@ -26,7 +26,7 @@ def packed(changes: Scores, q_sums: tuple[int, ...], k_sums: tuple[int, ...], de
     >>> packed(alibi, (0, 1, 2), (0, 5, 9), torch.device("cpu")).kinds  # reads positions from tensors
     ('function',)
 
-    Tensors along tokens are packed as q and k are. Distances, tables and functions get positions in the sequence.
+    Tensors along tokens are packed as q and k are.
 
     Raises ValueError for modifications that cannot tell sequences apart.
     """

@@ -142,8 +142,8 @@ def of_located(
 ) -> Function:  # fmt: skip
     """A distance, a table and a function, those that are given, of the positions that `locate` finds for b, h, q and k.
 
-    Its tensors are those that `locate` removes from the front of a list, the slopes, the four of a table, and those of
-    the function. is_log: of the distance; None without one.
+    Its tensors are taken from the front of a list: the slopes, the four of a table, and the function's. is_log: of the
+    distance; None without one.
     """
 
     def placed(change: Callable[..., Tensor] | None) -> Callable[..., Tensor]:

@@ -30,7 +30,7 @@ def in_rows(
     (('temperature',), torch.Size([1, 2, 48]), torch.Size([4]))
 
     sizes: of the call, with Hq heads. placed: puts a tensor's last dimension, of keys, where the call has put the keys;
-    tokens: the token at each of these places, int64, if they are others.
+    tokens: the token at each place, int64, if it is another.
 
     Changes by head and position (`alibi`, `log_decay`, `relative`, `function`) become one function of rows.
 
@@ -119,13 +119,11 @@ def _kept(rule: _Rule, own: Function | None) -> Function:
 
 
 def _of_rows(x: Tensor, kv_heads: int, rows: int) -> Tensor:
-    """`[Hq, ...]` as `[Hkv, rows, ...]`."""
     x = x.unflatten(0, (kv_heads, -1))
     return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, rows - x.shape[1]))
 
 
 def _rows(x: Tensor, kv_heads: int, rows: int, value: float) -> Tensor:
-    """`[B, Hq, Nq]` as `[B, Hkv, Nq * rows]`."""
     x = x.unflatten(1, (kv_heads, -1)).transpose(2, 3)
     return torch.nn.functional.pad(x, (0, rows - x.shape[-1]), value=value).flatten(2, 3)
 

@@ -71,9 +71,8 @@ def sink(logits: Tensor) -> Sink:
         logits: `[Hq]`, which may be learned; finite, or -inf for a head without a sink. No other score modification
             applies to them, nor does the scale or dropout.
 
-    `lse` includes the sink. For a query without a live key the sink is the only key: `out = 0`, and lse is the sink's
-    logit, as in FlashAttention-4. So parts of the keys merge into the whole (`merge_attention`) if one of them has the
-    sink, whichever it is.
+    `lse` includes the sink. For a query without a live key, `out = 0` and lse is the sink's logit, as in
+    FlashAttention-4. To merge parts of the keys (`merge_attention`), give one of them the sink.
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025; with logits 0 it is Miller's "Attention Is Off By
     One", 2023.

@@ -98,7 +98,7 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
     """Adds `values[b, h, t, i % block_q, j % block_k]` to the score of query i and key j, where t is the number of its
     tile in the mask's list.
 
-    A bias for every pair of a query and a key, but stored, read and learned in live tiles only.
+    It is stored, read and learned in live tiles only.
 
     >>> import torch
     >>> from sparseflash import attention, masks, scores
@@ -109,19 +109,17 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
     torch.Size([2, 4, 100, 16])
 
     Args:
-        values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`:
-            the list goes through the block rows of the first pattern, each from left to right, then through the block
-            rows of the next pattern (`BlockMask`). If heads have different patterns, the list has the tiles of all of
-            them, also where `values` has `Hq = 1`. A tile is stored whole. Entries of live scores are finite, or -inf
-            (dead); the gradients of other entries are 0. `tile_values` makes values from a function of positions.
+        values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`,
+            which goes through the block rows of the first pattern, each from left to right, then of the next pattern
+            (`BlockMask`). If heads have different patterns, the list has the tiles of all of them, also where `values`
+            has `Hq = 1`. Entries of live scores are finite, or -inf (dead); the gradients of other entries are 0.
         mask: the mask of the attention, not dynamic. Another mask is refused unless it has the same live tiles and
-            patterns; its bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it,
-            because comparing two objects makes the host wait for the device at every call.
+            patterns; bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it: to
+            compare two objects makes the host wait for the device.
 
-    Other score modifications let the Triton kernels join small blocks into larger tiles; this one does not, so blocks
-    of fewer than 64 tokens are slower with it. The Hopper kernels need blocks of 128 and values in the dtype of q. If
-    batch elements or heads share values, the gradient of each of them is first stored in fp32, in as many numbers as
-    `values` has, and then summed in a fixed order.
+    Blocks of fewer than 64 tokens are slower with it, because the Triton kernels cannot join them into larger tiles.
+    The Hopper kernels need blocks of 128 and values in the dtype of q. If batch elements or heads share values, the
+    gradient of each is stored in fp32 first.
 
     Raises TypeError or ValueError for values that do not fit the mask.
     """
@@ -151,7 +149,7 @@ def tile_values(function: Callable[[Tensor, Tensor], Tensor], mask: BlockMask) -
     >>> scores.tile_values(lambda q, k: -0.1 * (q - k).abs(), mask).shape
     torch.Size([1, 1, 19, 16, 16])
 
-    The live tiles of a dense bias, and of one of low rank, which is never stored:
+    A dense bias, and one of low rank, which is never stored:
 
     >>> pair = torch.randn(2, 4, 100, 100)
     >>> scores.tile_values(lambda q, k: pair[:, :, q, k], mask).shape
@@ -162,8 +160,8 @@ def tile_values(function: Callable[[Tensor, Tensor], Tensor], mask: BlockMask) -
 
     Args:
         function: takes the positions of queries, int64 `[tiles, block_q, 1]`, and of keys, `[tiles, 1, block_k]`;
-            positions past the ends are replaced by the last one. Returns a tensor that broadcasts to `[B or 1, Hq or 1,
-            tiles, block_q, block_k]`. Gradients flow through it.
+            positions past the ends are replaced by the last one. Returns a differentiable tensor that broadcasts to
+            `[B or 1, Hq or 1, tiles, block_q, block_k]`.
 
     If the mask has several patterns, the tiles of pattern p are `mask.indptr[p * Mq] : mask.indptr[(p + 1) * Mq]`.
 

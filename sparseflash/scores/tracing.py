@@ -55,7 +55,7 @@ def recorded(
 ) -> Recorded:  # fmt: skip
     """A function of `(score, b, h, q, k, *given)` as an expression; its nodes are added to the nodes of `into`.
 
-    Raises ValueError for everything that kernels do not take according to `scores.function`.
+    Raises ValueError for everything that kernels do not take.
     """
     # Dynamo cannot trace the recording. A decorator would import Dynamo for every user.
     record = torch.compiler.disable(_recorded) if torch.compiler.is_dynamo_compiling() else _recorded
@@ -112,7 +112,7 @@ class _Untraced(TorchFunctionMode):
 
 
 class _Calls(TorchDispatchMode):
-    """Notes the calls of operators in a function. torch.fx could, but its imports take a second."""
+    """Notes the calls of operators in a function."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ class _Recorder:
 
     def _of_dtype(self, found: int | _Entries, call: _Call) -> int | _Entries:
         """The node converted to PyTorch's result dtype. Our operation may return another kind, such as bool for a sum
-        of bools, or integers of another width.
+        of bools.
         """
         if isinstance(found, _Entries):
             return found

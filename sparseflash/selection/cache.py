@@ -19,7 +19,7 @@ class SelectionCache(KVCache):
     torch.Size([2, 1, 100, 8])
 
     `new_cache` of a layer makes one that fits. more: `(heads, rows, features)` of each tensor. `truncate` forgets
-    tokens of all of them, because rows past the tokens are not read, and are written again.
+    tokens of all of them, because rows past the tokens are not read.
     """
 
     def __init__(

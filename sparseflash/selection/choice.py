@@ -50,7 +50,7 @@ def summed(
         sum over h of factors[h, p] * ReLU(q[h, p] . k[s])                without scale: an indexer's
         sum over h of exp(scale * q[h, p] . k[s] - factors[h, p])         with scale: weights, from their lse
 
-    Those of keys that are no candidates do not matter, but weights are 0 there. With `pool`, the weights of its blocks.
+    At keys that are no candidates weights are 0. With `pool`, the weights of its blocks.
     """
     if _sums(q, k):
         from sparseflash.masks.fused.summed_scores import summed_scores  # imports Triton
@@ -100,8 +100,8 @@ def best_blocks(
     """Numbers int32 `[B, H, Nq, min(k, blocks)]` of blocks, ascending; at the end -1 where a query has fewer.
 
     Args:
-        scores_of: takes a slice of queries and returns scores `[B, H, rows, blocks]`; their values for blocks that are
-            no candidates of a query do not matter.
+        scores_of: takes a slice of queries and returns scores `[B, H, rows, blocks]`, of any value for blocks that are
+            no candidates.
         per_row: scores that `scores_of` has in memory for a query.
         first, last: candidates at the beginning and at the end that are always chosen.
     """

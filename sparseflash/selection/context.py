@@ -21,7 +21,7 @@ class Context:
 
     Every query chooses among all keys before it, on whichever rank they are. So keys, values and what the choice is
     made from travel to the later ranks, and their gradients travel back, where they are added in fp32: the own rank's
-    first, then those of the others in their order. Equal inputs give equal bits.
+    first, then by rank. Equal inputs give equal bits.
 
     tokens: of the whole sequence. group: of torch.distributed; None: its default group.
 

@@ -15,7 +15,7 @@ from sparseflash.masks import fused
 def gated_sum(logits: Tensor, *parts: Tensor) -> Tensor:
     """The sum over c of `sigmoid(logits[b, n, c, h]) * parts[c][b, h, n]`: `[B, H, N, D]`.
 
-    logits: `[B, N, 3 * H]`. On a GPU each tensor is read and written once, instead of twelve times in a forward.
+    logits: `[B, N, 3 * H]`. On a GPU each tensor is read and written once.
     """
     of_one_dtype = logits.dtype in fused.DTYPES and all(x.dtype == logits.dtype for x in parts)
     is_plain = is_plain_call(logits, *parts, may_be_profiled=True)

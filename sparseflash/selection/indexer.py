@@ -20,10 +20,10 @@ Teach = Literal["visible", "chosen"]
 
 
 class IndexedLayer(SelectionLayer):
-    """A layer whose small queries and keys score all tokens. In training, `loss` is the indexer's loss of a call.
+    """A layer whose small queries and keys score all tokens; in training, `loss` is the indexer's loss of a call.
 
-    The indexer sees x without its gradient, and the choice has none: the model learns from its own loss, the indexer
-    from `loss`. Add it to the model's loss.
+    The indexer sees x without its gradient, and the choice has none: the indexer learns from `loss` alone. Add it to
+    the model's loss.
     """
 
     loss: Tensor | None
@@ -103,8 +103,8 @@ class IndexedLayer(SelectionLayer):
             scores_of: the indexer's scores of the same shape.
             per_row: scores in memory for a query.
 
-        With a context it is this rank's part of that mean. With `taught`, it is the mean over that many random queries.
-        The scores of each chunk of queries are computed again in the backward, so that only one chunk's are in memory.
+        With a context it is this rank's part of that mean; with `taught`, the mean over that many random queries. The
+        scores of each chunk of queries are computed again in the backward, which saves memory.
         """
         rows = frame.rows
         if self.taught is not None and self.taught < len(rows):

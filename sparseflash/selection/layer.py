@@ -111,7 +111,7 @@ class SelectionLayer(Heads):
             x: `[B, N, embed_dim]`.
             cu_seqlens: running sums of the lengths of sequences that lie one behind the other in x `[1, N, embed_dim]`,
                 beginning with 0. No sequence sees or chooses keys of another. They are read on the host: pass them on
-                the CPU. In compiled code they break the graph.
+                the CPU; in compiled code they break the graph.
             cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only.
             context: x holds this rank's tokens of a sequence that lies on several ranks.
         """

@@ -33,15 +33,14 @@ class MixtureOfBlocks(SelectionLayer):
     Args:
         embed_dim, num_heads, kv_heads: features of a token, query heads, and key heads. Each query head chooses for
             itself.
-        block: keys of a block, a power of two from 16 to 4,096. The paper has 512 and 4,096; smaller blocks are chosen
-            more reliably, see below.
+        block: keys of a block, a power of two from 16 to 4,096. The paper has 512 and 4,096.
         chosen: blocks of a query, its own included.
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 
-    The choice has no parameters and no gradient, so a model trained with dense attention can be continued with it. A
-    mean of B keys of D features shows one matching key at a signal-to-noise ratio of about `sqrt(D / B)`: below 2,
-    blocks that hold a single matching key are missed.
+    The choice has no parameters and no gradient, so a model trained with dense attention can be continued with it.
+    Choose small blocks: a mean of B keys of D features shows one matching key at a signal-to-noise ratio of about
+    `sqrt(D / B)`, and below 2, blocks that hold a single matching key are missed.
 
     Source: Lu et al., 2025, arXiv 2502.13189, section 2.2.
     """

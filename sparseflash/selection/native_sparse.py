@@ -37,8 +37,8 @@ class NativeSparseAttention(SelectionLayer):
         K^win     = the last w keys
 
     The chosen blocks include the first and the last two of the sequence. phi is the mean of the block, plus an MLP of
-    its keys with an embedding of their places. The MLP begins at zero, so compression begins as a mean; it is shared by
-    key heads. Keys are compressed before they are rotated, and have the position of their first token.
+    its keys with an embedding of their places. The MLP begins at zero and is shared by key heads. Keys are compressed
+    before they are rotated, and have the position of their first token.
 
     Args:
         embed_dim, num_heads, kv_heads: features of a token, query heads, and key heads; the query heads of a key head
@@ -51,7 +51,7 @@ class NativeSparseAttention(SelectionLayer):
         qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 
-    The choice has no gradient; the compression learns from the compressed branch. There is no auxiliary loss.
+    The choice has no gradient; the compression learns from the compressed branch, without an auxiliary loss.
 
     Source: Yuan et al., 2025, arXiv 2502.11089, section 3; its own sizes are the defaults.
     """

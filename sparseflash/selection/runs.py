@@ -1,7 +1,4 @@
-"""Masks of NSA's two branches that do not choose: the nearest keys, and all compressed keys of the past.
-
-They depend on lengths alone, so they are constants in compiled code, and cached otherwise.
-"""
+"""Masks of NSA's two branches that do not choose: the nearest keys, and all compressed keys of the past."""
 
 from __future__ import annotations
 

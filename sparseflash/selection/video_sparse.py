@@ -45,8 +45,8 @@ class VideoSparseAttention(Heads):
         qk_norm: normalise the features of queries and keys, with learned weights.
         head_dim, bias, scale, backend: as for `nn.SparseSelfAttention`.
 
-    The gates begin as G_c = 0 and G_f = 1, as when a trained model is continued. There is no auxiliary loss; the choice
-    has no gradient.
+    The gates begin as G_c = 0 and G_f = 1, as when a trained model is continued. The choice has no gradient, and there
+    is no auxiliary loss.
 
     Source: Zhang et al., 2025, arXiv 2505.13389, section 2.
     """

@@ -1,6 +1,7 @@
 """Checks that an attention is exact, by comparing it with dense attention in fp64.
 
-A result passes if its error is at most twice the error of plain PyTorch in the same dtype, plus one rounding unit.
+A result passes if its error is at most twice the error of plain PyTorch in the same dtype on the same inputs, plus one
+rounding unit.
 
 >>> import torch
 >>> from sparseflash import attention, masks, testing
@@ -12,7 +13,6 @@ A result passes if its error is at most twice the error of plain PyTorch in the 
 >>> testing.compare(lambda q, k, v: 1.001 * layer(q, k, v), q, k, v, mask).exact
 False
 
-The size of rounding errors depends on shapes and values, so the allowed error is measured for the same inputs.
 `assert_exact` raises if a result does not pass, `compare` returns all errors; both take any function of q, k and v.
 """
 

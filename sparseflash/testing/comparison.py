@@ -69,13 +69,13 @@ def compare_results(
     out   2.50e-01  5.00e-01    0.50
 
     Args:
-        got: the results, by name.
-        truth: the true results, of the same names.
+        got: the results.
+        truth: the true results.
         plain: results of the same computation done plainly in the same dtype, or their largest errors over several
             draws.
         magnitudes: for results that are small sums of large numbers, the size of the summands (for lse,
             `largest_score`).
-        rms: judge the root-mean-square errors, too. See `error_of`.
+        rms: judge the root-mean-square errors, too (`error_of`).
     """
     sizes = magnitudes or {}
     return Comparison(
@@ -116,7 +116,7 @@ def compare(
         function: `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`.
         mask: the mask that the function applies, on q's device; None for dense attention.
         dout, dlse: the gradients of out and lse; by default drawn from a normal distribution with `seed`.
-        gradients: False for a function without gradients, such as one that decodes; then only its results are compared.
+        gradients: False for a function without gradients, such as one that decodes.
         scores: the score modifications that the function applies, as `attention` takes them. The gradients of tensors
             that require grad are compared, too, as `d0`, `d1` and so on, by their place in `scores.tensors()`.
         every_draw: False to stop at the first draw that shows the function to be exact.
@@ -134,16 +134,16 @@ def compare(
 
     The truth is `softmax(scale * q k^T, live scores only) v` in fp64, computed for a bounded number of scores at a
     time, in time proportional to the live keys of each block row. The allowed error is twice the error of the plain
-    computation in q's dtype, plus about one unit in the last place of the largest value. Results of few values are
-    sometimes exact by luck; then the plain error is the largest over several draws of shuffled inputs.
+    computation in q's dtype, plus about one unit in the last place of the largest value. If it was exact by luck, as
+    with few values, the largest error over several draws of shuffled inputs counts.
 
-    With `heads` or `blocks`, results that are not compared must still be finite, and gradients of the tensors of
-    `scores` are not compared.
+    With `heads` or `blocks`, other results must still be finite, and gradients of the tensors of `scores` are not
+    compared.
 
-    In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out: `delta = sum(out *
-    dout)` is computed from the rounded out, as in FlashAttention. The error is up to `eps * weight * sum(|dout| * mean
-    |v|)`, the mean over the query's keys with their weights. Where one key has nearly all the weight, a plain
-    computation may be more exact.
+    In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out:
+    `delta = sum(out * dout)` is computed from the rounded out, as in FlashAttention. The error is up to
+    `eps * weight * sum(|dout| * mean |v|)`, with the mean over the query's keys by weight, and a plain computation may
+    be more exact where one key has nearly all the weight.
 
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.
@@ -200,7 +200,7 @@ def compare_with_draws(
 ) -> Comparison:
     """`compare_results` with the plain errors of several draws, as for `plain_errors`, times a factor.
 
-    `enough`: no more draws are made once the worst ratio is at most this: others could only make it smaller.
+    `enough`: no more draws are made once the worst ratio is at most this.
     """
 
     def judged(plain: dict[str, float]) -> Comparison:
@@ -224,8 +224,7 @@ def plain_errors(
     Args:
         draws: `(plain, truth)` of each. A draw in which the plain computation overflows is ignored; the error is
             infinite if all do.
-        until: `until(errors)` is True if the draws so far suffice, and no more are made: others would only make the
-            errors larger.
+        until: `until(errors)` is True if the draws so far suffice.
     """
     errors: dict[str, list[float]] = {}
     largest: dict[str, float] = {}
@@ -303,10 +302,8 @@ class _Head:
         return replace(self, inputs=self.inputs.shuffled(seed))
 
     def size_of_differences(self) -> float:
-        """The size of the terms that cancel in dq and dk, but for a factor of k or q, if no query has two live keys.
-
-        A kernel that recomputes the weights subtracts two sums of the same products, added in different orders, at
-        least as exactly as in fp32.
+        """The size of the terms that cancel in dq and dk, but for a factor of k or q, if no query has two live keys: a
+        kernel that recomputes the weights subtracts two sums of the same products, added in different orders.
         """
         scale = self.inputs.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         products = largest_score(replace(self.inputs, q=self.inputs.dout, k=self.inputs.v), scale)

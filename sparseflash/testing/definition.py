@@ -181,10 +181,6 @@ def by_definition(
     >>> list(by_definition(inputs, None))
     ['out', 'lse', 'dq', 'dk', 'dv']
 
-    Args:
-        inputs: q, k, v, dout and dlse.
-        mask: the live scores; None: all.
-        scale: `1 / sqrt(D)` by default.
         of_lse: whether the gradients are of out and lse, or of out alone.
         part: the block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their
             contributions.

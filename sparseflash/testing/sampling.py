@@ -16,7 +16,7 @@ class Part:
     1 of 2 query blocks and 1 of 2 key blocks
 
     `rows`: the block rows whose outputs and query gradients are compared; `columns`: the key blocks whose gradients of
-    keys and values are compared. A part is whole if it has every block row and every key block.
+    keys and values are. A part is whole if it has all of both.
     """
 
     rows: Tensor  # bool [Mq]
@@ -26,7 +26,6 @@ class Part:
 
     @property
     def whole(self) -> bool:
-        """Whether everything is compared."""
         return bool(self.rows.all()) and bool(self.columns.all())
 
     def of(self, name: str, result: Tensor) -> Tensor:

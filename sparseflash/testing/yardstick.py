@@ -49,7 +49,6 @@ def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: fl
     Args:
         got, truth: the result, and the true result in fp64.
         plain: the plain result, or its largest error if that is known from several draws.
-        magnitude: see above.
         rms: also apply the rule to the root-mean-square error, which detects small errors in many values; `plain` must
             then be a result.
     """
@@ -78,7 +77,7 @@ def largest_error(got: Tensor, truth: Tensor) -> float:
 
 
 def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
-    """The number of draws of the values for measuring the plain error.
+    """The number of draws of the values for measuring the plain error, which varies a lot where values are few.
 
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
@@ -87,8 +86,6 @@ def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
         queries: queries of all heads that see a key (`live_queries`).
         scores: the scores of these queries.
         learned: whether gradients of tensors of score modifications are judged, too, which may be one number a head.
-
-    With few values the error of a single draw varies a lot: a plain result is sometimes exact by luck.
     """
     if learned:
         return 24
@@ -105,13 +102,11 @@ def live_queries(out: Tensor) -> int:
 
 
 def plain_dtype(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """The dtype in which to measure the plain error of results of `dtype`, and the factor to multiply it by.
+    """The dtype in which to measure the plain error of results of `dtype`, and the factor to multiply it by: fp64 is
+    measured in fp32, and scaled by the ratio of the machine epsilons, times 1.5 for the truth's own error.
 
     >>> plain_dtype(torch.bfloat16)
     (torch.bfloat16, 1.0)
-
-    There is no truth better than fp64, so the error of fp64 results is measured in fp32 and scaled by the ratio of the
-    machine epsilons, times 1.5 for the truth's own error.
     """
     if dtype == torch.float64:
         return torch.float32, 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps

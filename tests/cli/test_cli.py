@@ -106,6 +106,10 @@ def test_a_file_of_ones_own_may_be_called_as_a_module_is(tmp_path):
     [
         ("butterly(512)", r"no pattern is called butterly; did you mean butterfly"),
         (
+            "sliding_window(512, 64)",
+            r"no pattern is called sliding_window; use masks\.local\(n, window=w, causal=True\)",
+        ),
+        (
             "zzz(512)",
             r"no pattern is called zzz; there are a_shape, .*axial.*\. For a function of yours: --from FILE\.py",
         ),

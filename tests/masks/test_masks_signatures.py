@@ -53,6 +53,8 @@ def test_a_second_length_is_the_number_of_keys_in_every_family():
         ("streaming(4096, 512)", "missing 2 required keyword-only arguments: 'window' and 'sink'"),
         ("prefix_lm(4096, 1024)", "missing 1 required keyword-only argument: 'prefix'"),
         ("top_k_blocks(None, 8, q_len=4096)", "given scores by position and the rest by name (k=, q_len=,"),
+        ("per_head(dense(4), dense(4))", "given masks by position; got 2 by position. Pass one list of them."),
+        ("documents(100, 200, 50)", "got 3 by position. Pass one list of them."),
         ("neighborhood((64, 64), 13)", "given shape by position and the rest by name (window=, stride=,"),
     ],
 )

@@ -51,8 +51,14 @@ def test_what_cannot_be_made(make, error, text):
     ("change", "error", "text"),
     [
         ([scores.softcap(1.0)], TypeError, "got list. scores.bias takes a tensor that is added to the scores, "),
-        ([scores.softcap(1.0)], TypeError, "scores.function a function; + joins several changes."),
+        ([scores.softcap(1.0)], TypeError, "FlexAttention; + joins several changes."),
         (ROWS, TypeError, "scores must be made by sparseflash.scores, such as scores.alibi(slopes); got Tensor"),
+        (
+            lambda score, b, h, q, k: score,
+            TypeError,
+            "got function. scores.bias takes a tensor that is added to the "
+            "scores, scores.function a function, and interop.from_score_mod a score_mod of FlexAttention",
+        ),
         (scores.alibi(ROWS), ValueError, "slopes must have one entry for each of the 2 query heads; got 4"),
         (scores.alibi(torch.ones(2, device="meta")), ValueError, "slopes must be on q's device cpu; it is on meta"),
         (scores.bias(torch.ones(1, 2, 5, 9)), ValueError, "B, Hq, Nq, Nk], here [1, 2, 10, 10] or 1 instead; got"),
