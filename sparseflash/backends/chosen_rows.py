@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sparseflash.backends.direct import is_plain_call
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.refused_derivatives import no_second_gradients
 from sparseflash.backends.saved import Saved
 from sparseflash.blockmask import BlockMask
+from sparseflash.first_derivatives import first_derivatives
 from sparseflash.limits import COUNT
 
 _WIDEST, _WIDEST_VALUE = 192, 128  # head dims, of whose keys a tile fits into registers with its sums
@@ -52,26 +54,33 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, k: Tensor, v: Tensor, mask: BlockMask, index: Tensor, *how: Any
     ) -> tuple[Tensor, Tensor]:
-        *ctx.how, scale, run = how
-        ctx.problem = Problem.of(mask, scale=scale, batch=rows.shape[0], kernels="portable")
+        *places, scale, run = how
+        problem = Problem.of(mask, scale=scale, batch=rows.shape[0], kernels="portable")
+        ctx.gradients = partial(_gradients, problem, *places)
         out, lse = run(rows.detach(), k.detach(), v.detach())  # detached, so that the usual backward is not prepared
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows, k, v, out, lse, index)
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 10
-        from sparseflash.backends.triton.prepared_call import as_kernels_read, prepared
-        from sparseflash.backends.triton.selected.block_api import gradients_of_keys
+        return *first_derivatives(
+            no_second_gradients("triton"), ctx.gradients, dout, dlse, *ctx.saved_tensors
+        ), *(None,) * 7  # fmt: skip
 
-        rows, k, v, out, lse, index = ctx.saved_tensors
-        problem, (group, span, causal) = ctx.problem, ctx.how
-        dout = torch.zeros_like(out) if dout is None else dout
-        dout, dlse, saved = as_kernels_read(dout, dlse, Saved(rows, k, v, out, lse, None))
-        run: Any = prepared(rows, k, v, problem).backward_pass(rows, k, v, saved.out, dout, dlse=dlse is not None)
-        dq, lse2, delta = run.of_queries(dout, dlse, saved, problem.lengths)
-        dk, dv = gradients_of_keys(rows, k, v, dout, lse2, delta, index, group, span, causal, problem.scale)
-        return dq, dk, dv, *(None,) * 7
+
+def _gradients(
+    problem: Problem, group: int, span: int, causal: bool, dout: Tensor | None, dlse: Tensor | None, rows: Tensor,
+    k: Tensor, v: Tensor, out: Tensor, lse: Tensor, index: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from sparseflash.backends.triton.prepared_call import as_kernels_read, prepared
+    from sparseflash.backends.triton.selected.block_api import gradients_of_keys
+
+    dout = torch.zeros_like(out) if dout is None else dout
+    dout, dlse, saved = as_kernels_read(dout, dlse, Saved(rows, k, v, out, lse, None))
+    run: Any = prepared(rows, k, v, problem).backward_pass(rows, k, v, saved.out, dout, dlse=dlse is not None)
+    dq, lse2, delta = run.of_queries(dout, dlse, saved, problem.lengths)
+    dk, dv = gradients_of_keys(rows, k, v, dout, lse2, delta, index, group, span, causal, problem.scale)
+    return dq, dk, dv

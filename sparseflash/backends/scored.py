@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +11,16 @@ from torch import Tensor
 from sparseflash.backends.direct import call_directly, differentiably, is_plain_call
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import (
+    no_second_gradients,
     refuse_batched_gradients,
     refuse_functional_gradients,
-    refuse_second_gradients,
     refuse_tangents,
     refuse_vmap,
 )
 from sparseflash.backends.registration import RegisteredOperator, empty_gradient
 from sparseflash.backends.saved import Saved
 from sparseflash.blockmask.arguments import have_contents
+from sparseflash.first_derivatives import first_derivatives
 from sparseflash.scores.change import Scores, put_together
 
 _SAVED = len(Saved._fields)
@@ -135,6 +136,9 @@ class Run:
         changes, problem = self._changes.with_tensors(tensors), self._problem._replace(seed=seed)
         return self._operator.direct_backward(dout, dlse, saved, changes, self._wanted, problem)
 
+    def _backward_of(self, dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+        return self.backward(dout, dlse, Saved(*rest[:_SAVED]), *rest[_SAVED:])
+
     def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> None:
         """Nothing is prepared."""
 
@@ -144,24 +148,11 @@ class Run:
         if self._changes.find("function") is not None:  # the registered operator cannot take a function
             refuse_batched_gradients(self._operator.name, dout, dlse)
             refuse_tangents(self._operator.name, dout, dlse, *saved, *tensors)
-            return _Once.apply(self._operator.name, self.backward, dout, dlse, *saved, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return first_derivatives(
+                no_second_gradients(self._operator.name), self._backward_of, dout, dlse, *saved, seed, *tensors
+            )
         changes, problem = self._changes.described(), self._problem._replace(seed=seed)
         return self._operator.backward(dout, dlse, saved, list(tensors), changes, self._wanted, problem)
-
-
-class _Once(torch.autograd.Function):
-    """A backward without a registered operator. It raises if its gradients are differentiated again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], dout: Tensor, dlse: Tensor | None, *rest: Any
-    ) -> tuple[Any, ...]:
-        ctx.name = name
-        return backward(dout, dlse, Saved(*rest[:_SAVED]), *rest[_SAVED:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        refuse_second_gradients(ctx.name)(ctx, *gradients)
 
 
 class _Shapes(Run):
