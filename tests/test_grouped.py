@@ -325,3 +325,13 @@ def test_lists_of_no_block_choose_nothing():
         out, lse = selected_attention(q, k, k, index, return_lse=True)
         assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == q.shape
         assert all((each == 0).all() for each in torch.autograd.grad(out.sum(), (q, k)))
+
+
+def test_gradients_of_gradients_are_refused_by_kernels():
+    index = torch.zeros(2, 20, 1, dtype=torch.int64)
+    q, k = torch.randn(1, 4, 20, 16).half().requires_grad_(), torch.randn(1, 2, 20, 16).half().requires_grad_()
+    out = selected_attention(q, k, k, index, span=16, backend="triton")
+    first = torch.autograd.grad(out.sum(), (q, k), create_graph=True)
+    # Beside another loss, and with inputs, so that nothing but the refusal tells that a part is missing.
+    with pytest.raises(NotImplementedError, match="gradients of gradients are not implemented by the triton backend"):
+        torch.autograd.grad(first[1].sum() + q.sum() + k.sum(), (q, k))

@@ -19,9 +19,9 @@ from sparseflash.backends import flop_counter
 from sparseflash.backends.direct import call_directly, differentiably, is_plain_call
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import (
+    no_second_gradients,
     refuse_batched_gradients,
     refuse_functional_gradients,
-    refuse_second_gradients,
     refuse_tangents,
     refuse_vmap,
 )
@@ -29,6 +29,7 @@ from sparseflash.backends.registration import LIBRARY, call, empty_gradient, emp
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.saved import schema as saved_schema
 from sparseflash.blockmask.arguments import have_contents
+from sparseflash.first_derivatives import first_derivatives
 from sparseflash.scores.change import Scores, put_together
 
 _PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
@@ -249,6 +250,9 @@ class Run:
         problem = self._problem._replace(seed=seed)
         return self._operator.direct_backward(dout, dlse, saved, problem, changes, self._wanted)
 
+    def _backward_of(self, dout: Tensor, dlse: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+        return self.backward(dout, dlse, Saved(*rest[:_SAVED]), *rest[_SAVED:])
+
     def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> None:
         """Nothing is prepared."""
 
@@ -259,24 +263,11 @@ class Run:
         if changes is not None and changes.find("function") is not None:  # no registered operator can take a function
             refuse_batched_gradients(self._operator.name, dout, dlse)
             refuse_tangents(self._operator.name, dout, dlse, *saved, *tensors)
-            return _Once.apply(self._operator.name, self.backward, dout, dlse, *saved, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return first_derivatives(
+                no_second_gradients(self._operator.name), self._backward_of, dout, dlse, *saved, seed, *tensors
+            )
         described = "" if changes is None else changes.described()
         return self._operator.backward(dout, dlse, saved, problem, tensors, described, self._wanted)
-
-
-class _Once(torch.autograd.Function):
-    """A backward without a registered operator. It raises if its gradients are differentiated again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], dout: Tensor, dlse: Tensor | None, *rest: Any
-    ) -> tuple[Any, ...]:
-        ctx.name = name
-        return backward(dout, dlse, Saved(*rest[:_SAVED]), *rest[_SAVED:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> NoReturn:
-        refuse_second_gradients(ctx.name)(ctx, *gradients)
 
 
 class _Shapes(Run):

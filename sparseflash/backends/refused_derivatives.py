@@ -16,11 +16,14 @@ def refuse_second_gradients(name: str) -> Callable[..., NoReturn]:
     """A function to register as the backward of a backend's backward; it raises NotImplementedError."""
 
     def refuse(ctx: Any, *gradients: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"gradients of gradients are not implemented by the {name} backend; backend='reference' has them."
-        )
+        raise NotImplementedError(no_second_gradients(name))
 
     return refuse
+
+
+def no_second_gradients(name: str) -> str:
+    """What is said of a backend whose gradients cannot be differentiated."""
+    return f"gradients of gradients are not implemented by the {name} backend; backend='reference' has them."
 
 
 # Set while this thread runs a call whose inputs have been checked to have no tangents.

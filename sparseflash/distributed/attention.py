@@ -106,7 +106,8 @@ def attention(
     in fp32, the own rank's first and then by rank. It rounds differently than one GPU, except with `strategy="heads"`,
     where nothing is summed.
 
-    `torch.compile` breaks its graph around this function.
+    `torch.compile` breaks its graph around this function. Gradients of gradients work only with `strategy="heads"` and
+    `backend="reference"`.
 
     Raises:
         TypeError, ValueError: tensors, plan and mask do not fit together, or the ranks differ.

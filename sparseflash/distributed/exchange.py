@@ -17,6 +17,12 @@ from torch.autograd import Function
 
 from sparseflash.distributed.stages import Route, Stage
 from sparseflash.distributed.transport import Message, Transport, Wait, room_of
+from sparseflash.first_derivatives import first_derivatives
+
+NO_SECOND = (
+    "gradients of gradients are not implemented over several ranks where keys or queries travel; "
+    "distributed.shard(mask, strategy='heads') with backend='reference' has them."
+)
 
 
 @dataclass(eq=False)
@@ -118,12 +124,20 @@ class _Start(Function):
             wait()
             for part, own, received in zip(parts, transfers.kept.pop(stage), returned, strict=True):
                 part += [own, received]
-        # Attention made the local gradients for this alone, so the sums may be written in their place.
-        return None, *(
-            gradient if not part else
-            transfers.route.added(None if gradient is None else flat(gradient), part, shape[:-1].numel()).view(shape)
-            for gradient, part, shape in zip(gradients, parts, ctx.shapes)
-        )  # fmt: skip
+
+        def added(*given: Any) -> tuple[Tensor | None, ...]:
+            # Attention made the local gradients for this alone, so the sums may be written in their place.
+            local, others = given[: len(parts)], iter(given[len(parts) :])
+            return tuple(
+                gradient if not part else
+                transfers.route.added(
+                    None if gradient is None else flat(gradient), [next(others) for _ in part], shape[:-1].numel()
+                ).view(shape)
+                for gradient, part, shape in zip(local, parts, ctx.shapes)
+            )  # fmt: skip
+
+        given = *gradients[: len(parts)], *(x for part in parts for x in part)
+        return None, *first_derivatives(NO_SECOND, added, *given)
 
 
 class _Arrive(Function):

@@ -27,9 +27,10 @@ def apply_with_inverse(move: Move, inverse: Move, x: Tensor) -> Tensor:
 class _WithInverse(Function):
     @staticmethod
     def forward(ctx: Any, move: Move, inverse: Move, x: Tensor) -> Tensor:
-        ctx.inverse = inverse
+        ctx.move, ctx.inverse = move, inverse
         return move(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, ctx.inverse(gradients[0])
+        # Again with a gradient: a loss may contain gradients.
+        return None, None, apply_with_inverse(ctx.inverse, ctx.move, gradients[0])

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.distributed.exchange import Transfers, flat
+from sparseflash.distributed.exchange import NO_SECOND, Transfers, flat
 from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.routes import Heads, Readers
 from sparseflash.distributed.stages import Route, stages_of
+from sparseflash.first_derivatives import first_derivatives
 
 
 def turned(assignment: Assignment) -> Assignment:
@@ -59,10 +60,14 @@ class _Return(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         transfers, shape = ctx.transfers, ctx.shape
         stage = transfers.route.exchanging[0]
-        received, wait = transfers.start([gradients[0], gradients[1].unsqueeze(1)], stage, packed=True)
-        wait()
-        out, lse = (stage.received.placed(x, shape[:-1].numel()) for x in received)
-        return None, out.view(shape), lse.view(shape[:-1])
+
+        def returned(dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+            received, wait = transfers.start([dout, dlse.unsqueeze(1)], stage, packed=True)
+            wait()
+            out, lse = (stage.received.placed(x, shape[:-1].numel()) for x in received)
+            return out.view(shape), lse.view(shape[:-1])
+
+        return None, *first_derivatives(NO_SECOND, returned, *gradients)
 
 
 class _MergeRows(Function):

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.first_derivatives import first_derivatives
+
+_NO_SECOND = "gradients of gradients are not implemented with a context; one rank with backend='reference' has them."
 
 
 class Context:
@@ -81,17 +83,21 @@ class _Join(Function):
 
     @staticmethod
     @torch.compiler.disable(reason="collectives")  # type: ignore[untyped-decorator]
-    @once_differentiable  # a second derivative would lack the parts of the other ranks
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         context: Context = ctx.context
         before = [count if rank < context.rank else 0 for rank, count in enumerate(context.counts)]
         after = [context.count if rank > context.rank else 0 for rank in range(context.ranks)]
-        rows = gradient.permute(2, 0, 1, 3)
-        received = _exchanged(rows[: context.start].contiguous(), before, after, context)
-        total = rows[context.start :].to(torch.promote_types(rows.dtype, torch.float32))
-        for first in range(0, len(received), context.count):
-            total = total + received[first : first + context.count]
-        return total.to(rows.dtype).permute(1, 2, 0, 3), None
+
+        def added(gradient: Tensor) -> tuple[Tensor]:
+            rows = gradient.permute(2, 0, 1, 3)
+            received = _exchanged(rows[: context.start].contiguous(), before, after, context)
+            total = rows[context.start :].to(torch.promote_types(rows.dtype, torch.float32))
+            for first in range(0, len(received), context.count):
+                total = total + received[first : first + context.count]
+            return (total.to(rows.dtype).permute(1, 2, 0, 3),)
+
+        # A second derivative would lack the parts of the other ranks.
+        return *first_derivatives(_NO_SECOND, added, gradient), None
 
 
 def _exchanged(rows: Tensor, outgoing: list[int], incoming: list[int], context: Context) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sparseflash.backends.direct import is_plain_call
 from sparseflash.masks import fused
@@ -22,6 +21,10 @@ def gated_sum(logits: Tensor, *parts: Tensor) -> Tensor:
     if of_one_dtype and logits.numel() and fused.serves(logits, 1, 1) and is_plain:
         found: Tensor = _GatedSum.apply(logits, *parts)  # type: ignore[no-untyped-call]
         return found
+    return _by_operations(logits, *parts)
+
+
+def _by_operations(logits: Tensor, *parts: Tensor) -> Tensor:
     gates = torch.sigmoid(logits).unflatten(2, (3, -1)).permute(2, 0, 3, 1).unsqueeze(-1)  # [3, B, H, N, 1]
     out: Tensor = gates[0] * parts[0] + gates[1] * parts[1] + gates[2] * parts[2]
     return out
@@ -36,9 +39,12 @@ class _GatedSum(torch.autograd.Function):
         return gates.forward(logits, parts)  # type: ignore[arg-type]
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         from sparseflash.backends.triton.selected import gates
 
         logits, *parts = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for gradients of gradients
+            given = [x for x in (logits, *parts) if x.requires_grad]
+            found = iter(torch.autograd.grad(_by_operations(logits, *parts), given, dout, create_graph=True))
+            return tuple(next(found) if x.requires_grad else None for x in (logits, *parts))
         return gates.backward(dout, logits, tuple(parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ Teach = Literal["visible", "chosen"]
 
 
 class IndexedLayer(SelectionLayer):
-    """A layer whose small queries and keys score all tokens; in training, `loss` is the indexer's loss of a call.
+    """A layer whose small queries and keys score all tokens. In training, `loss` is the indexer's loss of the last
+    call; after a call without gradients, or in `eval()`, it is None.
 
     The indexer sees x without its gradient, and the choice has none: the indexer learns from `loss` alone. Add it to
     the model's loss.
@@ -49,6 +50,14 @@ class IndexedLayer(SelectionLayer):
         self.index_q = nn.Linear(query_features, index_heads * index_dim, bias=False, device=device, dtype=dtype)
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
         self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies begin without the loss, which holds its graph: PyTorch refuses to copy it.
+        return {**super().__getstate__(), "loss": None}
+
+    def begin(self) -> None:
+        # Not the loss of an earlier call, also where no token comes.
+        self.loss = torch.zeros((), device=self.index_k.weight.device) if self.teaches else None
 
     def index_queries(self, x: Tensor, frame: Frame, norm: nn.RMSNorm | None = None) -> Tensor:
         """The indexer's queries `[B, Hi, N, d]`, rotated."""

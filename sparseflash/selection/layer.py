@@ -84,6 +84,9 @@ class SelectionLayer(Heads):
         """The attention `[B, Hq, N, Dv]` of queries q to keys and values `[B, pairs * Hkv, Nk, D or Dv]`."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """Forgets what the last call has left."""
+
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
         return {}
 
@@ -119,6 +122,7 @@ class SelectionLayer(Heads):
             refuse(others, type(self).__name__, _REMEDIES)
         check_input(x, "x", plain_weight(self.out), "cu_seqlens")
         check_features(x, "x", self.embed_dim)
+        self.begin()
         if context is not None:
             check_context(context, x, cu_seqlens, cache)
         packing = None

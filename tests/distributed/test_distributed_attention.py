@@ -127,6 +127,42 @@ def test_a_graph_of_the_gradients_may_be_asked_for(pool, strategy):
     assert pool.run(2, gradients_of_gradients, strategy) == [True, True]
 
 
+def second_gradients(member, strategy, stages, backend):
+    """Of a loss with gradients: those of whole tensors in one process, and of this rank's tokens."""
+    mask = masks.causal(64, block=16)
+    given = [x.detach().double() for x in tensors(mask)]
+    plan = distributed.shard(mask, member.group, strategy=strategy, stages=stages)
+
+    def gradients(function):
+        inputs = [x.clone().requires_grad_() for x in given]
+        out = function(*inputs)
+        first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first) + out.sum(), inputs)
+
+    def on_ranks(*whole):
+        return plan.gather(distributed.attention(*(plan.scatter(x) for x in whole), plan, backend=backend))
+
+    return gradients(on_ranks), gradients(lambda *whole: attention(*whole, mask, backend="reference"))
+
+
+def test_gradients_of_gradients_where_heads_travel(pool):
+    for found, want in pool.run(2, second_gradients, "heads", None, "reference"):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize(
+    "strategy, stages, backend, text",
+    [
+        *[(*way, "reference", "over several ranks where keys or queries travel; distributed.shard")
+        for way in (("keys", 0), ("keys", 2), ("queries", None))],
+        ("heads", None, "blockwise", "by the blockwise backend; backend='reference' has them."),
+    ],
+)  # fmt: skip
+def test_gradients_of_gradients_are_refused_where_parts_would_lack(strategy, stages, backend, text):
+    with Processes(2) as pool, pytest.raises(Failed, match=f"gradients of gradients are not implemented {text}"):
+        pool.run(2, second_gradients, strategy, stages, backend)
+
+
 def test_a_peer_transport_that_is_not_possible_is_refused():
     refused = "transport must be 'collective' or 'auto' here; 'peer' is not possible: the tensors are on cpu"
     with Processes(1) as pool, pytest.raises(Failed, match=refused):

@@ -140,6 +140,18 @@ def test_a_profiler_sees_the_kernel_of_gated_sums():
     assert forward.called
 
 
+def test_gradients_of_gradients_of_gated_sums_are_those_of_operations():
+    shapes = [(2, 20, 6), *[(2, 2, 20, 16)] * 3]
+    given = [torch.randn(shape, generator=generator(i), requires_grad=i != 2) for i, shape in enumerate(shapes)]
+    wanted = [x for x in given if x.requires_grad]
+    results = []
+    for way in ("operations", "kernels"):
+        with by(way):
+            first = torch.autograd.grad(gated_sum(*given).sum(), wanted, create_graph=True)
+            results.append(torch.autograd.grad(sum(x.square().sum() for x in (*first, *wanted)), wanted))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind, sums):

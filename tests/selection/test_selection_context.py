@@ -51,7 +51,8 @@ def test_a_call_on_several_ranks_repeats_to_the_bit(pool, kind):
 
 def test_second_derivatives_are_refused(pool):
     found = pool.run(2, in_processes.second_derivative, sequence(40, 1))
-    assert all("once_differentiable" in error for error in found)
+    text = "gradients of gradients are not implemented with a context; one rank with backend='reference' has them."
+    assert found == [text] * 2
 
 
 def test_what_does_not_fit_a_context_is_refused(pool):

@@ -3,6 +3,7 @@ import io
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from sparseflash import nn, selection
 from sparseflash.selection.cache import SelectionCache
@@ -104,6 +105,33 @@ def test_a_layer_is_copied_saved_and_loaded(kind):
     filled(other, 5)
     other.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
     assert torch.equal(other(x, *how), want) and repr(layer).startswith(f"{kind}(\n  24, 4 heads of 16")
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_a_layer_is_copied_after_a_step_of_training(kind):
+    layer, x = example_of(kind), sequence(90, 1)
+    (layer(x).sum() + layer.loss).backward()
+    for copied in (copy.deepcopy(layer), torch.optim.swa_utils.AveragedModel(layer).module):
+        assert copied.loss is None and torch.equal(copied.eval()(x), layer(x))
+    assert layer.loss.requires_grad
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_a_loss_is_of_the_last_call(kind):
+    layer, x = example_of(kind), sequence(90, 1).requires_grad_()
+    layer(x)
+    with torch.no_grad():
+        layer(x)
+    assert layer.loss is None
+    layer(x)
+    checkpoint(layer, x, use_reentrant=True)  # computes without gradients, and again in the backward
+    assert layer.loss is None
+    layer(x)
+    layer(x[:, :0])
+    assert layer.loss == 0.0
+    layer(x)
+    layer.eval()(x)
+    assert layer.loss is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
