@@ -6,6 +6,7 @@ Tiles are listed, never scanned; bits are made a word at a time, for the tiles t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import arrays_of_rows
 from sparseflash.blockmask.patterns import Numbers, starts_of
+from sparseflash.blockmask.recorded import Runs, mask_of_runs
 from sparseflash.blockmask.unique import first_combinations
 from sparseflash.masks.tiling.draws import Integers
 from sparseflash.masks.tiling.listing import columns_between, cut_columns, take_ranges
@@ -40,7 +42,11 @@ def spans(
     Time and memory are proportional to the listed tiles: all between the first start and the last stop of the queries
     of a block row, and all in marked block rows and columns.
     """
-    return spans_of_heads(start, stop, k_len, [(rows, cols)], [0], limit=limit, block=block)
+    make = partial(spans_of_heads, start, stop, k_len, [(rows, cols)], [0], limit=limit, block=block)
+    if rows is not None or cols is not None:
+        return make()
+    size = token_counts(len(start), k_len)
+    return mask_of_runs(lambda: Runs(*size, block_pair(block), start, stop), make)
 
 
 def spans_of_heads(

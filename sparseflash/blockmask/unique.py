@@ -9,10 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Integers = NDArray[np.int64]
+from sparseflash.blockmask.patterns import Integers
 
 FEW = 32  # up to this many values on the CPU, comparing them in Python beats array operations
 AT_ONCE = 1 << 16  # values handled at a time: temporaries of millions of values stay in a CPU's caches
