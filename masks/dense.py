@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
@@ -29,7 +29,8 @@ def dense(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockM
 
     def runs() -> Runs:
         size = token_counts(q_len, q_len if k_len is None else k_len)
-        start = torch.zeros(size[0], dtype=torch.int64, device="cpu")
-        return Runs(*size, block_pair(block), start, start + size[1])
+        ends = np.zeros((4, size[0]), dtype=np.int64)
+        ends[1] = size[1]
+        return Runs(*size, block_pair(block), ends)
 
     return mask_of_runs(runs, lambda: BlockMask.dense(q_len, k_len, block=block))

@@ -7,6 +7,7 @@ from itertools import count, pairwise
 from types import FunctionType, MethodType
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,7 @@ from sparseflash.masks.local import dilated, local
 from sparseflash.masks.log_sparse import log_sparse
 from sparseflash.masks.sparse_transformer import strided
 from sparseflash.masks.streaming import a_shape, streaming
-from sparseflash.masks.tiling.spans import spans
+from sparseflash.masks.tiling.spans import spans_of_heads
 from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for, of_lengths
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
@@ -292,7 +293,7 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     by_rule = is_rule(pattern)
     masks: dict[tuple[int, int], BlockMask] = {}
     lengths = list(dict.fromkeys(filter(None, q_sizes)))
-    is_asked = rule not in _NESTED or (rule in (local, chunked) and len(lengths) <= _FEW_LENGTHS)
+    is_asked = rule not in _NESTED or (rule in (local, chunked, streaming, a_shape) and len(lengths) <= _FEW_LENGTHS)
     if pattern is not None and is_asked and not by_rule and q_sums == k_sums:
         found, runs, masks = _asked_for(pattern, lengths)
         if runs:
@@ -336,24 +337,25 @@ def _runs_of_all(recording: Recording, masks: dict[tuple[int, int], Any]) -> lis
     found: list[Runs] = []
     for size, mask in masks.items():
         runs = recording.runs_of(mask)
-        if runs is None or (runs.q_len, runs.k_len) != size or runs.block != (found or [runs])[0].block:
+        if runs is None or (runs.q_len, runs.k_len) != size:
             return []
         found.append(runs)
+        if runs.block != found[0].block:
+            return []
     return found
 
 
 def _packed(runs: list[Runs], sizes: list[int]) -> BlockMask:
     """The mask of sequences of these sizes, each with the runs of its length."""
-    lengths = torch.tensor([each.q_len for each in runs], device="cpu")
-    limits = lengths.repeat_interleave(lengths)
-    starts, stops = (torch.cat(list(some)).clamp(min=0).minimum(limits) for some in zip(*[each[3:] for each in runs]))
-    first_of = dict(zip(lengths.tolist(), (lengths.cumsum(0) - lengths).tolist()))
-    size = torch.tensor(sizes, device="cpu")
-    begin = size.cumsum(0) - size
-    from_ = torch.tensor([first_of.get(each, 0) for each in sizes], device="cpu") - begin
-    begin_of, from_of = begin.repeat_interleave(size), from_.repeat_interleave(size)
-    at = torch.arange(len(begin_of), device="cpu") + from_of
-    return spans(starts[at] + begin_of, stops[at] + begin_of, len(at), block=runs[0].block)
+    lengths = np.array([each.q_len for each in runs])
+    first = dict(zip(lengths.tolist(), (lengths.cumsum() - lengths).tolist()))
+    size = np.array(sizes)
+    begin = size.cumsum() - size
+    at = np.arange(size.sum()) + (np.array([first.get(each, 0) for each in sizes]) - begin).repeat(size)
+    ends = np.minimum(np.maximum(np.concatenate([each.ends for each in runs], 1), 0), lengths.repeat(lengths))
+    made = torch.from_numpy(ends[:, at] + begin.repeat(size))
+    second = None if torch.equal(made[2], made[3]) else (made[2], made[3])
+    return spans_of_heads(made[0], made[1], len(at), [(None, None)], [0], second=second, block=runs[0].block)
 
 
 def _one_call(calls: list[Call | None], lengths: list[int]) -> partial[BlockMask] | None:

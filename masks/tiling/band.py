@@ -27,8 +27,8 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     highest = reach if highest is None else min(highest, reach)
 
     def runs() -> Runs:
-        q = torch.arange(shift, shift + q_len, device="cpu")
-        return Runs(q_len, k_len, (block_q, block_k), q - highest, q - (lowest - 1))
+        q = np.arange(shift, shift + q_len)
+        return Runs(q_len, k_len, (block_q, block_k), np.stack([q - highest, q - (lowest - 1), q * 0, q * 0]))
 
     return mask_of_runs(runs, lambda: _made(q_len, k_len, lowest, highest, shift, block_q, block_k))
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.limits import MOST_TOKENS
@@ -30,13 +31,12 @@ class Call(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """A mask whose query q sees the keys `start[q] <= k < stop[q]`; `start`, `stop`: int64 `[q_len]`, any values."""
+    """A mask whose query q sees the keys `ends[0, q] <= k < ends[1, q]` and `ends[2, q] <= k < ends[3, q]`."""
 
     q_len: int
     k_len: int
     block: tuple[int, int]
-    start: Tensor
-    stop: Tensor
+    ends: NDArray[np.int64]  # [4, q_len], any values
 
 
 FoundRuns = dict[int, tuple[BlockMask, Runs]]  # by the ids of masks, which are kept so that no other mask gets an id
@@ -97,12 +97,12 @@ def are_runs_recorded() -> bool:
     return _thread.runs is not None
 
 
-def mask_of_runs(runs: Callable[[], Runs], make: Callable[[], BlockMask]) -> BlockMask:
-    """`make()`, a mask of these runs. While masks are recorded, it is computed only when it is read."""
-    if _thread.runs is None:
+def mask_of_runs(runs: Callable[[], Runs | None], make: Callable[[], BlockMask]) -> BlockMask:
+    """`make()`, a mask of these runs, or of none. While masks are recorded, it is computed only when it is read."""
+    if _thread.runs is None or (found := runs()) is None:
         return make()
     mask = _later(make)
-    _thread.runs[id(mask)] = mask, runs()
+    _thread.runs[id(mask)] = mask, found
     return mask
 
 
