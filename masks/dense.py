@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block
+from sparseflash.blockmask.arguments import Block, block_pair, token_counts
+from sparseflash.blockmask.recorded import Runs, mask_of_runs
 from sparseflash.masks.tiling.signatures import pattern
 
 
@@ -23,4 +26,11 @@ def dense(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockM
         q_len, k_len: tokens; `k_len` defaults to `q_len`.
         block: tokens per side of a tile.
     """
-    return BlockMask.dense(q_len, k_len, block=block)
+
+    def runs() -> Runs:
+        size = token_counts(q_len, q_len if k_len is None else k_len)
+        ends = np.zeros((4, size[0]), dtype=np.int64)
+        ends[1] = size[1]
+        return Runs(*size, block_pair(block), ends)
+
+    return mask_of_runs(runs, lambda: BlockMask.dense(q_len, k_len, block=block))

@@ -55,6 +55,8 @@ def made_for(pattern: Pattern | None, rule: bool, q_len: int, k_len: int, block:
     if pattern is None:
         return BlockMask.dense(q_len, k_len, block=block)
     if rule:
+        if q_len == k_len:
+            return BlockMask.from_function(pattern, q_len, block=block)
         first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
         return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
     return of_lengths(pattern(q_len) if q_len == k_len else pattern(q_len, k_len), q_len, k_len)

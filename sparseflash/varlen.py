@@ -7,6 +7,7 @@ from itertools import count, pairwise
 from types import FunctionType, MethodType
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from sparseflash.blockmask.arguments import Block, block_pair, checked_device, p
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
-from sparseflash.blockmask.recorded import Call, recorded
+from sparseflash.blockmask.recorded import Call, Recording, Runs, recorded
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
 from sparseflash.masks.butterfly import butterfly
@@ -28,6 +29,7 @@ from sparseflash.masks.local import dilated, local
 from sparseflash.masks.log_sparse import log_sparse
 from sparseflash.masks.sparse_transformer import strided
 from sparseflash.masks.streaming import a_shape, streaming
+from sparseflash.masks.tiling.spans import spans_of_heads
 from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for, of_lengths
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
@@ -37,6 +39,7 @@ from sparseflash.scores.packed import packed
 _NESTED: tuple[Any, ...] = (causal, dense, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
 _RECORDED = {each.__wrapped__: each for each in _NESTED}
 _OF_ONE_LENGTH = frozenset(("q_len", "k_len", "factors", "strides", "layer"))
+_FEW_LENGTHS = 64  # up to this many, asking a family for runs takes less time than cutting its longest mask
 _masks = BoundedDict(32)
 _versions = BoundedDict(32)
 _numbers = count(1)
@@ -291,8 +294,12 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
         rule, options = pattern.func, pattern.keywords
     by_rule = is_rule(pattern)
     masks: dict[tuple[int, int], BlockMask] = {}
-    if pattern is not None and rule not in _NESTED and not by_rule and q_sums == k_sums:
-        found, masks = _asked_for(pattern, list(dict.fromkeys(filter(None, q_sizes))))
+    lengths = list(dict.fromkeys(filter(None, q_sizes)))
+    is_asked = rule not in _NESTED or (rule in (local, chunked, streaming, a_shape) and len(lengths) <= _FEW_LENGTHS)
+    if pattern is not None and is_asked and not by_rule and q_sums == k_sums:
+        found, runs, masks = _asked_for(pattern, lengths)
+        if runs:
+            return _packed(runs, q_sizes)
         if found is not None:
             rule, options, pattern = found.func, found.keywords, found
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
@@ -314,15 +321,43 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
 
 def _asked_for(
     pattern: Pattern, lengths: list[int]
-) -> tuple[partial[BlockMask] | None, dict[tuple[int, int], BlockMask]]:
-    """The call of a nested family, if the function makes the same one for each length; otherwise the masks."""
-    with recorded(_RECORDED, _OF_ONE_LENGTH) as calls:
+) -> tuple[partial[BlockMask] | None, list[Runs], dict[tuple[int, int], BlockMask]]:
+    """The call of a nested family, if the function makes the same one for each length; or the runs of all masks, in the
+    order of the lengths, if all are of runs and equal blocks; or the masks.
+    """
+    with recorded(_RECORDED, _OF_ONE_LENGTH) as recording:
         masks = {(length, length): pattern(length) for length in lengths}
-        found = _one_call([calls.get(id(mask)) for mask in masks.values()], lengths)
-        if found is not None:
+        found = _one_call([recording.calls.get(id(mask)) for mask in masks.values()], lengths)
+        runs = [] if found is not None and len(lengths) > _FEW_LENGTHS else _runs_of_all(recording, masks)
+        if runs or found is not None:
             masks.clear()  # masks that the function did not keep are never computed
-            return found, masks
-    return None, {size: of_lengths(mask, *size) for size, mask in masks.items()}
+            return found, runs, masks
+    return None, [], {size: of_lengths(mask, *size) for size, mask in masks.items()}
+
+
+def _runs_of_all(recording: Recording, masks: dict[tuple[int, int], Any]) -> list[Runs]:
+    found: list[Runs] = []
+    for size, mask in masks.items():
+        runs = recording.runs_of(mask)
+        if runs is None or (runs.q_len, runs.k_len) != size:
+            return []
+        found.append(runs)
+        if runs.block != found[0].block:
+            return []
+    return found
+
+
+def _packed(runs: list[Runs], sizes: list[int]) -> BlockMask:
+    """The mask of sequences of these sizes, each with the runs of its length."""
+    lengths = np.array([each.q_len for each in runs])
+    first = dict(zip(lengths.tolist(), (lengths.cumsum() - lengths).tolist()))
+    size = np.array(sizes)
+    begin = size.cumsum() - size
+    at = np.arange(size.sum()) + (np.array([first.get(each, 0) for each in sizes]) - begin).repeat(size)
+    ends = np.minimum(np.maximum(np.concatenate([each.ends for each in runs], 1), 0), lengths.repeat(lengths))
+    made = torch.from_numpy(ends[:, at] + begin.repeat(size))
+    second = None if torch.equal(made[2], made[3]) else (made[2], made[3])
+    return spans_of_heads(made[0], made[1], len(at), [(None, None)], [0], second=second, block=runs[0].block)
 
 
 def _one_call(calls: list[Call | None], lengths: list[int]) -> partial[BlockMask] | None:

@@ -158,6 +158,17 @@ FUNCTIONS = {
     "its length by name, last": lambda n: masks.local(window=3, block=16, q_len=n),
     "no length": lambda n: masks.causal(n, k_len=None, block=16),
     "of few lengths": lambda n: _or_causal(n, lambda: masks.butterfly(n, factors=2, block=16)),
+    "a window and a sink of its length": lambda n: masks.streaming(n, window=n // 3 + 1, sink=n // 5, block=16),
+    "a sink for some lengths": lambda n: masks.streaming(n, window=n // 3 + 1, sink=3 * (n % 2), block=16),
+    "a prefix of its length": lambda n: masks.prefix_lm(n, prefix=n // 2, block=16),
+    "a chunk of its length": lambda n: masks.chunked(n, chunk=n // 4 + 1, causal=True, block=16),
+    "an offset of its length": lambda n: masks.causal(n, offset=n // 3 - 9, block=16),
+    "documents": lambda n: masks.documents([n // 2, n - n // 2], causal=True, block=16),
+    "a block of its length": lambda n: masks.local(n, window=n // 2 + 1, block=32 if n > 20 else 16),
+    "marks apart": lambda n: masks.longformer(n, window=5, global_tokens=[0, n - 1], block=16),
+    "last queries": lambda n: masks.tri_shape(n, sink=1, local=n // 4, last=n // 5, block=16),
+    "two heads": lambda n: masks.per_head([masks.local(n, window=n // 2 + 1, block=16), masks.causal(n, block=16)]),
+    "its scores are read": lambda n: [m := masks.local(n, window=n // 2 + 1, block=16), m.density][0],
     "a length below 1": lambda n: _or_causal(n, lambda: [masks.causal(n - 20), masks.dense(n, block=16)][1]),
 }
 
@@ -202,6 +213,33 @@ def test_a_function_is_called_for_each_length_and_few_of_its_masks_are_made():
     assert found == varlen_mask(
         np.cumsum([0, *range(1, 300)]), pattern=partial(masks.streaming, window=7, sink=2, block=16)
     )
+
+
+def test_of_masks_of_runs_none_is_made_for_a_length():
+    held, band = [], sys.modules["sparseflash.masks.tiling.band"]
+
+    def pattern(length):
+        mask = masks.local(length, window=length // 2 + 1, block=16)
+        held.extend([mask] if length == 5 else [])
+        return mask
+
+    sums = np.cumsum([0, *range(1, 100), *range(1, 100)])
+    with mock.patch.object(band, "_made", side_effect=band._made) as made:
+        found = varlen_mask(sums, pattern=pattern)
+    assert made.call_count == len(held) == 1 and "indices" in vars(held[0])  # the one that the function holds
+    assert held[0] == masks.local(5, window=3, block=16)
+    parts = [(masks.local(n, window=n // 2 + 1, block=16), at, at) for n, at in zip(np.diff(sums).tolist(), sums)]
+    assert found == place(parts, int(sums[-1]), int(sums[-1]))
+
+
+@pytest.mark.parametrize("function", ["local", "streaming", "chunked"])
+def test_few_lengths_of_a_family_of_runs_are_made_at_once(function):
+    given = {"local": {"window": 9}, "streaming": {"window": 9, "sink": 3}, "chunked": {"chunk": 20}}[function]
+    pattern, sums = partial(getattr(masks, function), block=16, **given), [0, 50, 50, 83, 183]
+    with mock.patch.object(varlen, "place", side_effect=varlen.place) as placed:
+        found = varlen_mask(sums, pattern=pattern)
+    assert not placed.called
+    assert found == place([(pattern(n), at, at) for n, at in ((50, 0), (33, 50), (100, 83))], 183, 183)
 
 
 def test_a_mask_that_is_made_when_it_is_read_is_read_by_several_threads():

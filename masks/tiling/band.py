@@ -13,6 +13,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import arrays_of_rows
+from sparseflash.blockmask.recorded import Runs, mask_of_runs
 from sparseflash.masks.tiling.draws import Integers
 from sparseflash.masks.tiling.listing import cut_columns, rows_of
 
@@ -24,6 +25,15 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     reach = q_len + k_len + abs(shift)
     lowest = max(lowest, -reach)
     highest = reach if highest is None else min(highest, reach)
+
+    def runs() -> Runs:
+        q = np.arange(shift, shift + q_len)
+        return Runs(q_len, k_len, (block_q, block_k), np.stack([q - highest, q - (lowest - 1), q * 0, q * 0]))
+
+    return mask_of_runs(runs, lambda: _made(q_len, k_len, lowest, highest, shift, block_q, block_k))
+
+
+def _made(q_len: int, k_len: int, lowest: int, highest: int, shift: int, block_q: int, block_k: int) -> BlockMask:
     first_q = np.arange(0, q_len, block_q) + shift
     last_q = np.minimum(first_q + (block_q - 1), q_len - 1 + shift)
     first = np.maximum((first_q - highest) // block_k, 0)

@@ -6,6 +6,7 @@ Tiles are listed, never scanned; bits are made a word at a time, for the tiles t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
 from sparseflash.blockmask.build import arrays_of_rows
 from sparseflash.blockmask.patterns import Numbers, starts_of
+from sparseflash.blockmask.recorded import Runs, mask_of_runs
 from sparseflash.blockmask.unique import first_combinations
 from sparseflash.masks.tiling.draws import Integers
 from sparseflash.masks.tiling.listing import columns_between, cut_columns, take_ranges
@@ -40,14 +42,32 @@ def spans(
     Time and memory are proportional to the listed tiles: all between the first start and the last stop of the queries
     of a block row, and all in marked block rows and columns.
     """
-    return spans_of_heads(start, stop, k_len, [(rows, cols)], [0], limit=limit, block=block)
+    make = partial(spans_of_heads, start, stop, k_len, [(rows, cols)], [0], limit=limit, block=block)
+
+    def runs() -> Runs | None:
+        marked = np.zeros(0) if cols is None else cols.numpy().nonzero()[0]
+        if (rows is not None and rows.numpy().any()) or (len(marked) and marked[-1] - marked[0] >= len(marked)):
+            return None
+        size, ends = token_counts(len(start), k_len), np.zeros((4, len(start)), dtype=np.int64)
+        ends[0], ends[1] = start.numpy(), stop.numpy()
+        if len(marked):
+            ends[2], ends[3] = marked[0], marked[-1] + 1
+            if limit is not None:
+                np.minimum(ends[3], limit.numpy(), out=ends[3])
+        return Runs(*size, block_pair(block), ends)
+
+    return mask_of_runs(runs, make)
 
 
 def spans_of_heads(
     start: Tensor, stop: Tensor, k_len: int, marks: Sequence[tuple[Tensor | None, Tensor | None]],
-    pattern: Sequence[int], *, limit: Tensor | None = None, block: Block = 128,
+    pattern: Sequence[int], *, limit: Tensor | None = None, second: tuple[Tensor, Tensor] | None = None,
+    block: Block = 128,
 ) -> BlockMask:  # fmt: skip
-    """`spans` of several heads: head h has the `(rows, cols)` of `marks[pattern[h]]`, numbered by first appearance."""
+    """`spans` of several heads: head h has the `(rows, cols)` of `marks[pattern[h]]`, numbered by first appearance.
+
+    `second`: the start and the stop of a second run of each query, without marks.
+    """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(len(start), k_len)
     row_blocks = -(-q_len // block_q)
@@ -57,10 +77,13 @@ def spans_of_heads(
         values, past = x.numpy(), row_blocks * block_q - q_len
         return (np.concatenate([values, np.repeat(values[-1:], past)]) if past else values).reshape(row_blocks, block_q)
 
-    starts, stops = (np.minimum(np.maximum(of_rows(x), 0), k_len) for x in (start, stop))
-    limits = None if limit is None else np.minimum(np.maximum(of_rows(limit), 0), k_len)
+    def clamped(x: Tensor) -> Any:
+        return np.minimum(np.maximum(of_rows(x), 0), k_len)
+
+    run, limits = (clamped(start), clamped(stop)), None if limit is None else clamped(limit)
+    other_run = None if second is None else (clamped(second[0]), clamped(second[1]))
     patterns = [
-        _not_yet_listed(starts, stops, limits, None if rows is None else of_rows(rows), cols, k_len, block_k)
+        _not_yet_listed(run, other_run, limits, None if rows is None else of_rows(rows), cols, k_len, block_k)
         for rows, cols in marks
     ]
     indptr = starts_of(np.concatenate([each.counts for each in patterns]))
@@ -92,10 +115,33 @@ class _Pattern(NamedTuple):
     words: list[Words]
 
 
+class _Run(NamedTuple):
+    """Runs of keys by block rows, with an empty one for a query that sees none."""
+
+    starts: Integers  # [Mq, block_q]
+    stops: Integers
+    first: Integers  # the block columns of a block row, [Mq]; last < first if it sees no key
+    last: Integers
+    full: tuple[Integers, Integers]  # the block columns that all queries see completely
+
+
+def _run(starts: Integers, stops: Integers, k_len: int, block_k: int) -> _Run:
+    empty = stops <= starts
+    starts, stops = np.where(empty, k_len, starts), np.where(empty, 0, stops)  # so that its block row is not widened
+    first, last = starts.min(1) // block_k, (stops.max(1) - 1) // block_k
+    no_run, most = last < first, stops.min(1)
+    full = (
+        (starts.max(1) + (block_k - 1)) // block_k,
+        np.where(most == k_len, -(-k_len // block_k), most // block_k) - 1,
+    )
+    return _Run(starts, stops, np.where(no_run, 0, first), np.where(no_run, -1, last), full)
+
+
 def _not_yet_listed(
-    starts: Integers, stops: Integers, limits: Integers | None, is_row: Any, cols: Tensor | None, k_len: int,
-    block_k: int,
+    run: tuple[Integers, Integers], second: tuple[Integers, Integers] | None, limits: Integers | None, is_row: Any,
+    cols: Tensor | None, k_len: int, block_k: int,
 ) -> _Pattern:  # fmt: skip
+    starts, stops = run
     row_blocks, block_q = starts.shape
     col_blocks = -(-k_len // block_k)
     until = np.full((row_blocks, 1), k_len) if limits is None else limits
@@ -105,11 +151,9 @@ def _not_yet_listed(
     if is_row.any():  # where all queries of a block row are marked, each sees one longer run
         longer = (is_row & (empty | (starts <= until))).all(1)[:, None]
         stops = np.where(longer, np.maximum(np.where(empty, 0, stops), until), stops)
-        starts, empty, is_row = np.where(longer, 0, starts), empty & ~longer, is_row & ~longer
-    starts, stops = np.where(empty, k_len, starts), np.where(empty, 0, stops)  # so that its block row is not widened
-    first, last = starts.min(1) // block_k, (stops.max(1) - 1) // block_k
+        starts, is_row = np.where(longer, 0, starts), is_row & ~longer
+    starts, stops, first, last, full = _run(starts, stops, k_len, block_k)
     no_run = last < first
-    first, last = np.where(no_run, 0, first), np.where(no_run, -1, last)
 
     # A block row has tiles before its run, in the run and behind it: three ranges of `columns`, which lists all block
     # columns and then the marked ones.
@@ -145,6 +189,10 @@ def _not_yet_listed(
     if len(busy):  # a marked query sees all block columns
         ranges_of[0, busy, 0], ranges_of[1, busy, 0] = 0, np.where(no_run, reach, np.minimum(first - 1, reach))[busy]
         ranges_of[0, busy, 2], ranges_of[1, busy, 2] = np.where(no_run, reach, last)[busy] + 1, reach[busy]
+    if second is not None:
+        other = _run(*second, k_len, block_k)
+        ranges_of[:, :, 0] = other.first, np.minimum(other.last, first - 1)
+        ranges_of[:, :, 2] = np.maximum(other.first, last + 1), other.last
     counts = np.maximum(ranges_of[1] - ranges_of[0] + 1, 0)
     of_row = counts.sum(1)
     begin = (of_row.cumsum() - of_row)[:, None] + counts.cumsum(1) - counts - ranges_of[0]  # plus an index in `columns`
@@ -152,13 +200,14 @@ def _not_yet_listed(
 
     # The words of all other tiles are computed: in a run, the tiles at its ends; outside of it, the tiles past the
     # first limit of a block row, and the tiles in which marked queries see marked keys.
-    first_full = (starts.max(1) + (block_k - 1)) // block_k
-    most = stops.min(1)
-    r, c = cut_columns(first, last, first_full, np.where(most == k_len, col_blocks, most // block_k) - 1)
+    r, c = cut_columns(first, last, *full)
     cut = [(r, c, begin[r, 1] + c)]
     block_ends = np.minimum(np.arange(block_k, (col_blocks + 1) * block_k, block_k), k_len)
     alike = block_ends[marked].searchsorted(whole, side="right")
     for part in (0, 2):
+        if second is not None:
+            r, c = cut_columns(ranges_of[0, :, part], ranges_of[1, :, part], *other.full)
+            cut.append((r, c, begin[r, part] + c))
         if len(marked):
             last_at = ranges_of[1, :, part].copy()
             last_at[busy] = -1
@@ -181,7 +230,7 @@ def _not_yet_listed(
     r, c, place = (column[0] if len(column) == 1 else np.concatenate(column) for column in zip(*cut, strict=True))
     offset = sum(map(len, words))
     nearest = np.arange(row_blocks) * block_q // block_k
-    ends = [starts, stops] if limits is None else [starts, stops, limits]
+    ends = [starts, stops, *([] if limits is None else [limits]), *([] if second is None else other[:2])]
     relative = [(x - nearest[:, None] * block_k).astype(np.int32) for x in ends]
     profile = np.stack(relative if of_key is None else [*relative, is_row.astype(np.int32)], 1)
     codes = [_distinct_rows(torch.from_numpy(profile))[1][r], c - nearest[r]]
@@ -194,6 +243,8 @@ def _not_yet_listed(
         some = first_of[begun : begun + at_once]
         a, corner = r[some], c[some, None] * block_k
         bits = bitmask.below(stops[a] - corner, block_k) & ~bitmask.below(starts[a] - corner, block_k)
+        if second is not None:
+            bits |= bitmask.below(other.stops[a] - corner, block_k) & ~bitmask.below(other.starts[a] - corner, block_k)
         if of_key is not None:
             seen = np.where(is_row[a][:, :, None], np.int32(full_word), of_key[key_number[c[some]]][:, None, :])
             bits |= seen if limits is None else seen & bitmask.below(limits[a] - corner, block_k)

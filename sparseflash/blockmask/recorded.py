@@ -1,4 +1,6 @@
-"""Records which masks a function makes. If they differ only in length, few of them are really computed."""
+"""Records which masks a function makes. Those that differ only in length, and those of runs of keys, are computed only
+when they are read.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.limits import MOST_TOKENS
@@ -25,15 +30,39 @@ class Call(NamedTuple):
     mask: BlockMask  # kept, so that no other mask gets its id
 
 
-class _Recording(NamedTuple):
+class Runs(NamedTuple):
+    """A mask whose query q sees the keys `ends[0, q] <= k < ends[1, q]` and `ends[2, q] <= k < ends[3, q]`."""
+
+    q_len: int
+    k_len: int
+    block: tuple[int, int]
+    ends: NDArray[np.int64]  # [4, q_len], any values
+
+
+FoundRuns = dict[int, tuple[BlockMask, Runs]]  # by the ids of masks, which are kept so that no other mask gets an id
+
+
+class Recording(NamedTuple):
+    """What `recorded` finds."""
+
     families: Collection[Family]
     unlike: frozenset[str]
-    calls: dict[int, Call]
+    calls: dict[int, Call]  # by the ids of masks
+    runs: FoundRuns
     known: set[Any]  # keys
+
+    def runs_of(self, mask: Any) -> Runs | None:
+        """The runs of a mask that has not been computed; None if it has, or if it is another mask."""
+        found, call = self.runs, self.calls.get(id(mask))
+        if call is not None and id(mask) not in found:
+            found = {}
+            mask = _alone(partial(call.family, call.length, **call.options), found)
+        return found[id(mask)][1] if id(mask) in found and vars(mask)["_make"] is not None else None
 
 
 class _Thread(threading.local):
-    recording: _Recording | None = None
+    recording: Recording | None = None
+    runs: FoundRuns | None = None
 
 
 _thread = _Thread()
@@ -56,46 +85,65 @@ def answer(family: Family, length: int, options: dict[str, Any], key: Any) -> Bl
     """
     recording = _thread.recording
     assert recording is not None
-    make = partial(_unrecorded, family, length, options)
-    if key in recording.known:
-        mask = object.__new__(BlockMask)
-        vars(mask)["_make"] = make
-    else:
-        mask = make()
+    make = partial(family, length, **options)
+    mask = _later(make) if key in recording.known else _alone(make, recording.runs)
     recording.known.add(key)
     recording.calls[id(mask)] = Call(family, length, options, key, mask)
     return mask
 
 
-def _unrecorded(family: Family, length: int, options: dict[str, Any]) -> BlockMask:
-    before, _thread.recording = _thread.recording, None
+def are_runs_recorded() -> bool:
+    """Whether `mask_of_runs` computes no mask."""
+    return _thread.runs is not None
+
+
+def mask_of_runs(runs: Callable[[], Runs | None], make: Callable[[], BlockMask]) -> BlockMask:
+    """`make()`, a mask of these runs, or of none. While masks are recorded, it is computed only when it is read."""
+    if _thread.runs is None or (found := runs()) is None:
+        return make()
+    mask = _later(make)
+    _thread.runs[id(mask)] = mask, found
+    return mask
+
+
+def _later(make: Callable[[], BlockMask]) -> BlockMask:
+    mask = object.__new__(BlockMask)
+    vars(mask)["_make"] = partial(_alone, make, None)
+    return mask
+
+
+def _alone(make: Callable[[], BlockMask], runs: FoundRuns | None) -> BlockMask:
+    """`make()`, recorded only among `runs`."""
+    before = _thread.recording, _thread.runs
+    _thread.recording, _thread.runs = None, runs
     try:
-        return family(length, **options)
+        return make()
     finally:
-        _thread.recording = before
+        _thread.recording, _thread.runs = before
 
 
 @contextmanager
-def recorded(families: Collection[Family], unlike: frozenset[str] = frozenset()) -> Iterator[dict[int, Call]]:
-    """Inside the block, calls of these families with one length are recorded, by the ids of their masks; but not those
-    with an option that is in `unlike`. The masks must exist for each length from 1 on, whatever the other options, or
-    for none.
+def recorded(families: Collection[Family], unlike: frozenset[str] = frozenset()) -> Iterator[Recording]:
+    """Inside the block, masks of runs are recorded, and calls of these families with one length, but not those with an
+    option that is in `unlike`. The masks must exist for each length from 1 on, whatever the other options, or for none.
 
     >>> from sparseflash import masks
-    >>> with recorded({masks.causal.__wrapped__}) as calls:
-    ...     found = [calls[id(mask)] for mask in map(masks.causal, (300, 200))]
+    >>> with recorded({masks.causal.__wrapped__}) as recording:
+    ...     found = [recording.calls[id(mask)] for mask in map(masks.causal, (300, 200))]
     >>> [(call.length, call.options) for call in found]
     [(300, {}), (200, {})]
     """
-    calls: dict[int, Call] = {}
-    before = _thread.recording
-    _thread.recording = _Recording(families, unlike, calls, set())
+    before = _thread.recording, _thread.runs
+    recording = Recording(families, unlike, {}, {}, set())
+    _thread.recording, _thread.runs = recording, recording.runs
     try:
-        yield calls
+        yield recording
     finally:
-        _thread.recording = before
-        masks = [weakref.ref(call.mask) for call in calls.values()]
-        calls.clear()
+        _thread.recording, _thread.runs = before
+        masks = [weakref.ref(call.mask) for call in recording.calls.values()]
+        masks += [weakref.ref(mask) for mask, _ in recording.runs.values()]
+        recording.calls.clear()
+        recording.runs.clear()
         for mask in masks:
             if (held := mask()) is not None:  # the function kept it, and compiled code needs computed masks
                 held._arrays()

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Integers = NDArray[np.int64]
+from sparseflash.blockmask.patterns import Integers
 
-FEW = 32  # up to this many values on the CPU, comparing them in Python beats array operations
+# Up to this many tiles on the CPU, and combinations of numbers, comparing them in Python beats array operations.
+FEW, FEW_NUMBERS = 32, 512
 AT_ONCE = 1 << 16  # values handled at a time: temporaries of millions of values stay in a CPU's caches
 
 
@@ -78,12 +78,14 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
     >>> number_combinations([torch.tensor([5, 5, 9, 5]), torch.tensor([1, 2, 1, 1])])
     (tensor([0, 1, 2, 0]), 3)
 
-    `codes`: int tensors `[E]` of one length; two entries have the same number iff they are equal in every code.
+    `codes`: int tensors `[E]` of one length, on the CPU; two entries have the same number iff they are equal in every
+    code.
     """
+    if len(codes[0]) <= FEW_NUMBERS:
+        few, first = first_combinations([code.numpy() for code in codes])
+        return torch.from_numpy(few), len(first)
     number, count = torch.zeros_like(codes[0], dtype=torch.int64), min(1, len(codes[0]))
     for code in codes:
-        if len(code) == 0:
-            break
         least, span = _span(code)
         if span == 1 and count:
             continue
@@ -92,7 +94,7 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
             found, number = distinct(number * span + (code - least))
             count = len(found)
             continue
-        occurs = torch.zeros(count * span, dtype=torch.bool, device=number.device)
+        occurs = torch.zeros(count * span, dtype=torch.bool, device="cpu")
         for some, new in zip(number.split(AT_ONCE), code.split(AT_ONCE), strict=True):
             some.mul_(span).add_(new).sub_(least)
             occurs[some] = True
@@ -112,7 +114,7 @@ def first_combinations(codes: Sequence[Integers]) -> tuple[Integers, Integers]:
 
     `codes`: int arrays `[E]` of one length.
     """
-    if len(codes[0]) <= FEW:
+    if len(codes[0]) <= FEW_NUMBERS:
         known: dict[tuple[int, ...], int] = {}
         first: list[int] = []
         number = []

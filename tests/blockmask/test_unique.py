@@ -1,3 +1,6 @@
+from unittest import mock
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -57,8 +60,13 @@ def test_values_that_lie_close_together_are_not_sorted(sorts, apart, sorted_at_a
 def test_combinations_have_one_number_iff_all_codes_are_equal(codes, count, data):
     values = st.integers(-3, 3) | st.integers(-(2**30), 2**30)
     drawn = [data.draw(st.lists(values, min_size=count, max_size=count)) for _ in range(codes)]
-    number, distinct = unique.number_combinations([int64(code) for code in drawn])
     combinations = list(zip(*drawn))
-    order = sorted(set(combinations))
-    assert distinct == len(order)
-    assert number.tolist() == [order.index(one) for one in combinations]
+    order = list(dict.fromkeys(combinations))
+    for few in (unique.FEW_NUMBERS, 0):
+        with mock.patch.object(unique, "FEW_NUMBERS", few):
+            number, distinct = unique.number_combinations([int64(code) for code in drawn])
+            by_appearance, first = unique.first_combinations([np.array(code, dtype=np.int64) for code in drawn])
+        assert distinct == len(order) == len(set(number.tolist())) == len(set(zip(combinations, number.tolist())))
+        assert number.tolist() == [] or (number.min(), number.max()) == (0, distinct - 1)
+        assert by_appearance.tolist() == [order.index(one) for one in combinations]
+        assert first.tolist() == [combinations.index(one) for one in order]

@@ -34,7 +34,7 @@ _LIBRARY = {
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
     "selected_tokens.py": "attention.py backends/reference.py backends/selected.py blockmask validation.py",
     "validation.py": "blockmask scores",
-    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
+    "varlen.py": "attention.py blockmask blockmask/ops masks masks/tiling pattern.py scores",
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
     "blockmask/mask.py": "blockmask blockmask/methods",
