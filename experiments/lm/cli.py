@@ -7,7 +7,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, records, session, show, tested
+from experiments.lm import (
+    bench,
+    bench_plot,
+    bench_report,
+    compare,
+    compare_report,
+    generate,
+    records,
+    session,
+    show,
+    tested,
+)
 from experiments.lm.cases import DEFAULT, parsed
 from experiments.lm.config import DEFAULTS, HELP, Config, configure, resumed
 from experiments.lm.data.books import novels
@@ -261,6 +272,30 @@ def test_command(
         store = opened_or_unpacked(data)
         path = tested.write(run, tested.test(run, store, place, tokens=tokens, examples=examples, say=say))
     say(f"Written to {path}")
+
+
+@app.command("generate")
+def generate_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    data: Annotated[Path, typer.Option(help="Tokens that `corpus` has made; passages of its validation are prompts.")],
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be repeated.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens that are timed.")] = 64,
+    device: Device = "auto",
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+    record: Record = None,
+) -> None:
+    """Measure tokens a second of a finished run that generates with a cache, after prompts that fill its context.
+
+    For the patterns dense and local and chosen blocks, alone or in turns.
+    """
+    with short_errors():
+        require_single_process("generate")
+        place = find_device(device)
+        model, config, _ = opened(run, place)
+        part = opened_or_unpacked(data).val
+        found = generate.all_measured(model, config, part, batch or [1, 16], config.context, tokens, say)
+        command = command_line("experiments.lm", without=LOCAL)
+        records.record_generation(record, run_of(environment(place, command, commit), seed=config.seed), config, found)
 
 
 @app.command("compare")

@@ -4,7 +4,8 @@ sentence: a passage of the same text, `distance` tokens back, is repeated at the
 name: a word of several tokens that begins with a capital occurs again, `distance` tokens after its first occurrence.
 
 The control has the same tokens at the end and other tokens in the place of the first occurrence, so the difference is
-what the far occurrence tells.
+what the far occurrence tells. Where queries choose blocks, it is also counted how often they choose the block of the
+token that they have to repeat.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from experiments.lm.data.store import Part
 from experiments.lm.data.tokenizer import Tokenizer
+from experiments.lm.model.chosen import Choices, choices_kept
 from experiments.lm.model.transformer import LanguageModel
 
 SENTENCE = 32  # tokens of a repeated passage
@@ -35,11 +38,13 @@ class Example(NamedTuple):
     control: np.ndarray
     first: int  # the losses of tokens[first : end]
     end: int
+    distance: int  # of these tokens from their first occurrence
 
 
 @dataclass(frozen=True)
 class Found:
-    """Mean losses (nats a token) at one distance. gain: control - loss; error: its standard error."""
+    """Mean losses (nats a token) at one distance. gain: control - loss; error: its standard error. read: the share of
+    queries that choose the block of the token that they have to repeat."""
 
     kind: str
     distance: int  # or the least of a range
@@ -49,6 +54,8 @@ class Found:
     control: float
     gain: float
     error: float
+    read: float | None = None  # by the head that chooses the right block most often; None without choices
+    read_mean: float | None = None  # over all heads of all layers that choose
 
 
 def measured(
@@ -93,7 +100,7 @@ def sentence(part: Part, context: int, distance: int, random: np.random.Generato
     tokens[end - SENTENCE :] = tokens[source]
     control = tokens.copy()
     control[source] = part.tokens[elsewhere : elsewhere + SENTENCE]
-    return Example(tokens, control, end - SENTENCE + CUE, end)
+    return Example(tokens, control, end - SENTENCE + CUE, end, distance)
 
 
 class Word(NamedTuple):
@@ -158,20 +165,36 @@ def with_name(
         other = tuple(part.tokens[place : place + size].tolist())
     place = found.first.begin - begin
     control[place : place + size] = other
-    return Example(tokens, control, context + 1 - size + 1, context + 1)
+    return Example(tokens, control, context + 1 - size + 1, context + 1, found.distance)
 
 
 @torch.no_grad()
 def scored(model: LanguageModel, kind: str, low: int, high: int, rows: Sequence[Example]) -> Found:
     device = model.embedding.weight.device
     losses: list[tuple[float, float]] = []
+    chosen: list[Tensor] = []
     model.eval()
     for row in rows:
         both = torch.from_numpy(np.stack([row.tokens, row.control])).to(device)
-        found = torch.cat([model(one[None, :-1], one[None, 1:], each=True) for one in both])
+        with choices_kept(model) as choices:
+            mine_first = model(both[:1, :-1], both[:1, 1:], each=True)
+        chosen += [right_blocks(row, choices)] if choices else []
+        found = torch.cat([mine_first, model(both[1:, :-1], both[1:, 1:], each=True)])
         mine, control = found[:, row.first - 1 : row.end - 1].float().mean(1).tolist()
         losses.append((mine, control))
     gains = [control - mine for mine, control in losses]
     error = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
     mine, control = (statistics.fmean(column) for column in zip(*losses, strict=True))
-    return Found(kind, low, high, len(rows), mine, control, statistics.fmean(gains), error)
+    read = torch.cat(chosen, 1).mean(1) if chosen else None  # of each head
+    shares = (None, None) if read is None else (float(read.max()), float(read.mean()))
+    return Found(kind, low, high, len(rows), mine, control, statistics.fmean(gains), error, *shares)
+
+
+def right_blocks(row: Example, choices: Sequence[Choices]) -> Tensor:
+    """Which heads, of all layers, choose the block of the token to be repeated: [heads, queries], 0 or 1."""
+    source = torch.arange(row.first, row.end) - row.distance
+    found = []
+    for each in choices:
+        index = each.index[0, :, row.first - 1 : row.end - 1].cpu()  # [H, queries, K]
+        found.append((index == (source // each.block)[None, :, None]).any(2).float())
+    return torch.cat(found)

@@ -6,6 +6,8 @@ from typing import Any
 
 from experiments.lm import compare
 from experiments.lm.bench import Row
+from experiments.lm.config import Config
+from experiments.lm.generate import Speed
 from experiments.measurements import Measurement, Run, add_seed, slug, write
 
 OURS = "sparseflash"
@@ -34,6 +36,21 @@ def measurements_of(metrics: Mapping[str, Any]) -> list[Measurement]:
 def record(path: Path | None, run: Run, metrics: Mapping[str, Any]) -> None:
     if path is not None:
         add_seed(path, run, measurements_of(metrics))
+
+
+def record_generation(path: Path | None, run: Run, config: Config, found: Sequence[Speed]) -> None:
+    """lm/generate/BATCHxPROMPT/WHAT/CONTEXT-PATTERN."""
+    if path is None:
+        return
+    measurements = []
+    for each in found:
+        name = f"lm/generate/{each.batch}x{each.prompt}/{{}}/{config.context}-{compare.slug(config.pattern)}"
+        settings = {"token_ms": 1000 * each.token_seconds}
+        speed = each.batch / each.token_seconds
+        measurements.append(Measurement(name.format("tokens"), speed, each.spread, "tokens/s", settings))
+        prompt = each.prompt / each.prompt_seconds
+        measurements.append(Measurement(name.format("prompt-tokens"), prompt, None, "tokens/s"))
+    write(path, run, measurements)
 
 
 def record_steps(path: Path | None, run: Run, rows: Sequence[Row]) -> None:

@@ -5,8 +5,10 @@ The model's own projections make queries, keys and values, so a dense model can 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +81,13 @@ class ChosenBlocks:
         return Choosing(native)
 
 
+class Choices(NamedTuple):
+    """The blocks of `block` tokens that each query of each head or group has chosen, [B, H, N, K]."""
+
+    block: int
+    index: Tensor
+
+
 class Choosing(nn.Module):
     """A layer of `sparseflash.selection` without its projections. NSA's three branches share keys and values.
 
@@ -102,3 +111,26 @@ class Choosing(nn.Module):
             frame = Frame(0, x.shape[1], x.device)
             mixed = self.layer.mix(x, q, k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1), frame, None)
         return mixed.to(x.dtype)
+
+
+@contextmanager
+def choices_kept(model: nn.Module) -> Iterator[list[Choices]]:
+    """Collects the choices of all layers in forwards inside, in the order of the layers."""
+    found: list[Choices] = []
+    layers = [each.layer for each in model.modules() if isinstance(each, Choosing)]
+
+    def keeping(layer: Any, choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def choice(*inputs: Any) -> Tensor:
+            index = choose(*inputs)
+            found.append(Choices(layer.block, index))
+            return index
+
+        return choice
+
+    for layer in layers:
+        layer.choice = keeping(layer, layer.choice)  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        for layer in layers:
+            del layer.choice  # so that it is its class's again

@@ -187,13 +187,16 @@ class LanguageModel(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
-    def features(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions."""
+    def features(self, ids: Tensor, attentions: Sequence[Attention], start: int = 0) -> Tensor:
+        """start: the place of the first token; the attentions remember the tokens before it.
+
+        The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions.
+        """
         batch, length = ids.shape
         of_sequence = (
             torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions(ids.device)
         )
-        places = of_sequence.repeat(batch)
+        places = (of_sequence + start).repeat(batch)
         x = self.embedding(ids.flatten()).to(self.dtype)
         if self.places is not None:
             x = x + self.places(places).to(self.dtype)

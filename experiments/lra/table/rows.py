@@ -31,7 +31,8 @@ Written by `python -m experiments.lra record` from the files of this folder and 
 one setting, with all of its seeds; a line without ± is a single run. Accuracies are in percent. Their standard error is
 0.9 on the 2,000 expressions of ListOps, and 0.1 to 0.4 on the other tasks. The best setting of a task is the best in
 validation, or in the test if there was no validation. For text, as in the arena, the validation examples are a part of
-the test split.
+the test split. Where no dense model was trained in the best setting, the column has the dense model of another setting,
+and in brackets the sparse model of that setting.
 
 """
 LIMITS = """
@@ -41,13 +42,14 @@ of ListOps alone, where the model is told how the expression is nested and is tr
 expression.
 
 What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; where it has no sparse
-figure, no transformer has been trained on it. Images are from JPEG, quality 75. ListOps, Pathfinder-32 and Path-X come
-from rewritten generators with the arena's parameters. The models of `best` also contain convolutions, and for images no
-convolutional network was trained for comparison. Settings were changed after test results of earlier settings were
-known. The extra help differs from row to row, so two rows compare two masks only if all else in them is equal. In
-Path-X, `block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage, about 0.8 million
-different ones; [the table of Path-X](../pathx/table.md) has the settings of its other rows. Further runs of 24 November
-are in accuracies.jsonl and runs.jsonl.
+figure, no transformer has been trained on it. The sparse Pathfinder-32 model in brackets shared its GPU, and took half
+as many steps as the dense one. Images are from JPEG, quality 75. ListOps, Pathfinder-32 and Path-X come from rewritten
+generators with the arena's parameters. The models of `best` also contain convolutions, and for images no convolutional
+network was trained for comparison. Settings were changed after test results of earlier settings were known. The extra
+help differs from row to row, so two rows compare two masks only if all else in them is equal. In Path-X,
+`block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage, about 0.8 million different ones;
+[the table of Path-X](../pathx/table.md) has the settings of its other rows. Further runs of 24 November are in
+accuracies.jsonl and runs.jsonl.
 
 """
 
@@ -136,7 +138,8 @@ def best(by_task: dict[str, list[Measurement]]) -> list[list[str]]:
         if sparse is not None:
             values[task] = sparse.value or 0
         lines.append([
-            NAMES.get(task, task), accuracy(sparse), str(seeds), accuracy(dense), floor(without, sparse),
+            NAMES.get(task, task), accuracy(sparse), str(seeds), accuracy(dense) if dense else elsewhere(found),
+            floor(without, sparse),
             f"{mega(task):.1f}" + ("" if task in MEGA else " (retrieval)"),
             ", ".join(filter(None, missing)) or "-",
         ])  # fmt: skip
@@ -145,6 +148,15 @@ def best(by_task: dict[str, list[Measurement]]) -> list[list[str]]:
             ours, others = (mean(of(task) for task in shown) for of in (values.__getitem__, mega))
             lines.append([f"average of {len(shown)}{name}", f"{ours:.1f}", "", "", "", f"{others:.1f}", ""])
     return lines
+
+
+def elsewhere(found: Sequence[Measurement]) -> str:
+    """The dense model, and the sparse one in brackets, of the setting with the best sparse model that has both."""
+    for sparse in filter(is_sparse, found):
+        dense = next((each for each in found if is_dense(each) and setting(each) == setting(sparse)), None)
+        if dense is not None:
+            return f"{accuracy(dense)} ({accuracy(sparse)})"
+    return "-"
 
 
 def floor(without: Measurement | None, sparse: Measurement | None) -> str:

@@ -4,7 +4,8 @@ import torch
 from experiments.lm import patterns
 from experiments.lm.config import configure
 from experiments.lm.data.store import opened
-from experiments.lm.model.chosen import ChosenBlocks
+from experiments.lm.model.chosen import Choices, ChosenBlocks, choices_kept
+from experiments.lm.probe import Example, right_blocks
 from experiments.lm.sample import opened as model_in
 from experiments.lm.train import Run
 from tests.experiments.lm.models import gradients, model_of, tiny, tokens
@@ -63,6 +64,26 @@ def test_layers_of_one_pattern_are_one_object_with_as_many_tokens_as_the_window(
     assert first is third and first == ChosenBlocks(256, 16, 4) and second.q_len == 256
     with pytest.raises(ValueError, match="the pattern moba needs a context of whole blocks of 16 tokens; got 250"):
         patterns.of_layers("moba", 1, 2, 250, window=64, block=16)
+
+
+@pytest.mark.parametrize(("pattern", "layers"), [("moba", 2), ("local,msa", 1), ("nsa", 2), ("dense", 0)])
+def test_choices_are_kept_for_a_while(pattern, layers):
+    model = model_of(pattern, "sparseflash").eval()
+    before = model(IDS[:, :-1], IDS[:, 1:], each=True)
+    with choices_kept(model) as choices:
+        assert torch.equal(model(IDS[:, :-1], IDS[:, 1:], each=True), before)
+    model(IDS[:, :-1], IDS[:, 1:])
+    assert [(each.block, each.index.shape[:3]) for each in choices] == [(16, (2, 2, 64))] * layers
+    assert all((each.index[:, :, -1] == 3).any(2).all() for each in choices), "its own block is always chosen"
+
+
+def test_the_blocks_of_what_is_repeated_are_counted():
+    row = Example(None, None, first=10, end=12, distance=4)  # tokens 6 and 7, in block 3 of two tokens
+    index = torch.zeros(1, 2, 12, 2, dtype=torch.int64)
+    index[0, 0, 9] = torch.tensor([1, 3])
+    index[0, 1, 9:11] = torch.tensor([[3, 4], [0, 3]])
+    found = right_blocks(row, [Choices(2, index), Choices(4, index)])
+    assert found.tolist() == [[1, 0], [1, 1], [1, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("window", [16, 64, 256])

@@ -138,16 +138,17 @@ def test_the_probe_tells_how_far_a_model_reads():
     assert [each.control for each in found] == pytest.approx([1, 1, 1])
     assert [each.gain for each in found] == pytest.approx([1, 1, 0])
     assert [each.error for each in found] == pytest.approx([0, 0, 0])
+    assert [each.read for each in found] == [None] * 3
 
 
 def test_a_sentence_and_its_control_differ_in_the_source_alone():
     part = Part(np.random.default_rng(1).integers(0, 60_000, 20_000).astype(np.uint16), np.array([0, 20_000]))
-    tokens, control, first, end = probe.sentence(part, 512, 200, np.random.default_rng(2))
+    tokens, control, first, end, distance = probe.sentence(part, 512, 200, np.random.default_rng(2))
     assert len(tokens) == len(control) == end == 513
     assert (tokens[-32:] == tokens[-232:-200]).all() and (tokens[-32:] == control[-32:]).all()
     different = np.flatnonzero(tokens != control)
     assert set(different) <= set(range(513 - 232, 513 - 200)) and len(different) > 25
-    assert first == 513 - 32 + probe.CUE
+    assert (first, distance) == (513 - 32 + probe.CUE, 200)
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +178,8 @@ def test_a_name_counts_when_exactly_one_occurrence_of_its_document_is_in_the_con
 def test_the_control_of_a_name_has_another_name_in_its_first_place():
     part = Part(np.arange(1000), np.array([0, 1000]))
     one, other = Repeated(Word(100, (100, 101, 102)), 300), Repeated(Word(500, (500, 501, 502)), 700)
-    tokens, control, first, end = probe.with_name(part, one, [one, other], 256, np.random.default_rng(0))
-    assert len(tokens) == 257 == end and first == 257 - 2
+    tokens, control, first, end, distance = probe.with_name(part, one, [one, other], 256, np.random.default_rng(0))
+    assert len(tokens) == 257 == end and (first, distance) == (257 - 2, 200)
     assert tokens[-1] == 302
     place = 100 - (303 - 257)
     assert tokens[place : place + 3].tolist() == [100, 101, 102]

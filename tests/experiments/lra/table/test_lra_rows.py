@@ -29,13 +29,15 @@ def test_the_best_setting_is_chosen_by_validation_and_what_is_missing_is_named(t
     stored(tmp_path, "text/accuracy/b", 78.0, "local", [77.0, 78.0, 79.0], validation=81.0)
     stored(tmp_path, "text/accuracy/no-attention", 90.0, "bag")
     stored(tmp_path, "text/accuracy/a", 91.0, "local-n-window-1", validation=91.0)
+    stored(tmp_path, "text/accuracy/c", 70.0, "butterfly")
+    stored(tmp_path, "text/accuracy/c", 72.0, "dense")
     stored(tmp_path, "image/accuracy/a", 60.0, "dense")
     stored(tmp_path, "listops/accuracy/a", 70.0, "local", best_rule="root operator", best_rule_accuracy=35.65)
     stored(tmp_path, "listops/accuracy/no-attention", 18.0, "bag")
     stored(tmp_path, "pathfinder32/accuracy/a", 90.0, "butterfly", [91.0, 90.0, 89.0], validation=90.0)
     stored(tmp_path, "pathfinder32/accuracy/a", 91.0, "dense", validation=93.0)
     page = rendered(tmp_path)
-    assert line(page, "text") == "| text | 78.0 ± 0.8 | 3 | - | 91.0 (local-n-window-1) | 90.4 | dense |"
+    assert line(page, "text") == "| text | 78.0 ± 0.8 | 3 | 72.0 (70.0) | 91.0 (local-n-window-1) | 90.4 | dense |"
     assert line(page, "image") == "| image | - | 0 | - | - | 90.4 | 3 seeds, dense |"
     assert line(page, "books-matching") == "| books-matching | - | 0 | - | - | 91.3 (retrieval) | 3 seeds, dense |"
     assert line(page, "Pathfinder-32") == "| Pathfinder-32 | 90.0 ± 0.9 | 3 | 91.0 | - | 96.0 | - |"
@@ -44,7 +46,7 @@ def test_the_best_setting_is_chosen_by_validation_and_what_is_missing_is_named(t
     assert line(page, "average of 2 without ListOps") == "| average of 2 without ListOps | 84.0 |  |  |  | 93.2 |  |"
     assert "77.0 78.0 79.0" in line(page, "text", "b", "local")
     order = [text.split(" | ")[1] for text in page.splitlines() if text.startswith("| text | ")][1:]
-    assert order == ["b", "a", "a", "no-attention"]
+    assert order == ["b", "a", "c", "c", "a", "no-attention"]
 
 
 def test_a_union_of_masks_stays_in_its_cell(tmp_path):

@@ -1,0 +1,98 @@
+"""Attention of a language model's layers while it generates: keys and values of earlier tokens are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import sparseflash
+from experiments.lm.model.chosen import Choosing
+from experiments.lm.model.transformer import LanguageModel, product
+from sparseflash import masks
+from sparseflash.decode import attention_with_cache
+from sparseflash.nn.kv_cache import KVCache
+from sparseflash.selection.frame import Frame
+
+
+class Remembered:
+    """Attention to all earlier tokens, or to the last `window`."""
+
+    def __init__(self, cache: KVCache, window: int | None, block: int) -> None:
+        self.cache, self.window, self.block = cache, window, block
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A prompt, which begins the sequence, or one token after it."""
+        tokens = q.shape[2]
+        self.cache.append(k, v)
+        if tokens == 1:
+            out: Tensor = attention_with_cache(q, self.cache.k, self.cache.v, self.cache.lengths, window=self.window)
+            return out
+        mask = masks.causal(tokens, block=self.block)
+        if self.window is not None and self.window < tokens:
+            mask = masks.local(tokens, window=self.window, causal=True, block=self.block)
+        prompt: Tensor = sparseflash.attention(q, k, v, mask.to(q.device))
+        return prompt
+
+
+class RememberedChoosing(Choosing):
+    """A layer that chooses blocks among all earlier tokens."""
+
+    def __init__(self, choosing: Choosing, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.layer = choosing.layer
+        self.cache = self.layer.new_cache(batch, capacity, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        start, tokens, pairs = self.cache.length, x.shape[1], self.layer.pairs
+        self.cache.append(k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1))
+        lengths = self.cache.lengths if tokens == 1 else None
+        frame = Frame(start, tokens, x.device, lengths=lengths)
+        room = slice(None) if tokens == 1 else slice(frame.k_len)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
+            mixed = self.layer.mix(x, q, self.cache.k[:, :, room], self.cache.v[:, :, room], frame, self.cache)
+        return mixed.to(x.dtype)
+
+
+Layer = Remembered | RememberedChoosing
+
+
+def remembered(
+    model: LanguageModel, patterns: Sequence[str], batch: int, capacity: int, *, window: int, block: int
+) -> list[Layer]:
+    """A layer's attention for each of the model's, with room for `capacity` tokens of each sequence.
+
+    patterns: "dense", "local", or blocks that are chosen, for each layer.
+    """
+    device, sizes = model.embedding.weight.device, model.sizes
+    made: list[Layer] = []
+    for pattern, attention in zip(patterns, model.attentions, strict=True):
+        if isinstance(attention, Choosing):
+            made.append(RememberedChoosing(attention, batch, capacity, device, model.dtype))
+            continue
+        if pattern not in ("dense", "local"):
+            raise ValueError(
+                f"patterns must be dense, local or of chosen blocks to generate with a cache; got {pattern}"
+            )
+        cache = KVCache(batch, sizes.heads, capacity, sizes.head_dim, device=device, dtype=model.dtype)
+        made.append(Remembered(cache, window if pattern == "local" else None, block))
+    return made
+
+
+def put_row(whole: Sequence[Layer], row: int, one: Sequence[Layer]) -> None:
+    """Puts the tokens of caches of one sequence into a row of larger ones, whose rows have equally many tokens."""
+    for there, here in zip(whole, one, strict=True):
+        mine, its = there.cache, here.cache
+        pairs = [(mine.k, its.k), (mine.v, its.v)]
+        pairs += [(getattr(mine, "more", {})[name], each) for name, each in getattr(its, "more", {}).items()]
+        for into, each in pairs:
+            into[row, :, : each.shape[2]] = each[0]
+        mine.length = its.length
+        mine.lengths.fill_(its.length)
+
+
+def next_scores(model: LanguageModel, ids: Tensor, attentions: Sequence[Layer]) -> Tensor:
+    """Scores [B, V] after ids [B, N], the tokens that follow those in the caches."""
+    features = model.features(ids, attentions, attentions[0].cache.length).unflatten(0, ids.shape)[:, -1]
+    return product(features, model.embedding.weight).float()[:, : model.sizes.vocabulary]

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments.lm import generate
+from experiments.lm.cli import app
+from experiments.lm.model.remembered import next_scores, put_row, remembered
+from experiments.lm.sample import opened
+from experiments.lm.train import Run
+from experiments.measurements import read
+from tests.experiments.lm.models import model_of, tiny, tokens
+
+IDS = torch.randint(300, (2, 64), generator=torch.Generator().manual_seed(1))
+PATTERNS = ["dense", "local", "local,dense", "moba", "msa", "nsa", "local,msa"]
+
+
+def caches(model, pattern, batch):
+    patterns = (pattern.split(",") * 2)[:2]
+    return remembered(model, patterns, batch, 64, window=32, block=16)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.no_grad()
+def test_with_a_cache_the_scores_are_those_of_all_tokens_together(pattern, positions):
+    """Also where each sequence of the batch got its prompt alone, and over several blocks of new tokens."""
+    model = model_of(pattern, "sparseflash", positions=positions).eval()
+    whole = caches(model, pattern, 2)
+    for row in range(2):
+        one = caches(model, pattern, 1)
+        scores = next_scores(model, IDS[row : row + 1, :21], one)
+        torch.testing.assert_close(scores, model.scores(IDS[row : row + 1], 20)[:, :300], atol=1e-5, rtol=1e-4)
+        put_row(whole, row, one)
+    for place in range(21, 64):
+        scores = next_scores(model, IDS[:, place : place + 1], whole)
+        torch.testing.assert_close(scores, model.scores(IDS, place)[:, :300], atol=1e-5, rtol=1e-4)
+
+
+def test_the_likeliest_tokens_are_chosen_one_after_the_other(tmp_path):
+    store = tokens(tmp_path)
+    config = tiny(pattern="msa", context=64)
+    Run(config, store, tmp_path / "run").train()
+    model, config, _ = opened(tmp_path / "run", torch.device("cpu"))
+    found = generate.measured(model, config, store.val, 2, 40, 6)
+    for row, begin in enumerate((0, (len(store.val) - 40) // 2)):
+        ids = torch.from_numpy(store.val.tokens[begin : begin + 40].astype("int64"))[None]
+        for token in found.tokens[row][:-1]:
+            padded = torch.nn.functional.pad(ids, (0, 64 - ids.shape[1]))
+            assert int(model.scores(padded, ids.shape[1] - 1).argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+    assert len(found.tokens[0]) == generate.WARM + 6 and found.token_seconds > 0 and found.prompt_seconds > 0
+
+
+def test_the_command_measures_and_records(tmp_path):
+    store = tokens(tmp_path)
+    Run(tiny(pattern="local,dense", steps=2), store, tmp_path / "run").train()
+    words = ["generate", str(tmp_path / "run"), "--data", str(store.folder), "--batch", "1", "--batch", "3"]
+    words += ["--tokens", "2", "--device", "cpu", "--commit", "abc", "--record", str(tmp_path / "r.jsonl")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    run, found = read(tmp_path / "r.jsonl")
+    assert run.commit == "abc" and "generate" in run.command
+    names = [
+        f"lm/generate/{batch}x64/{what}/64-local-then-dense" for batch in (1, 3) for what in ("tokens", "prompt-tokens")
+    ]
+    assert [each.name for each in found] == names and all(each.value > 0 for each in found)
+
+
+def test_other_patterns_are_refused(tmp_path):
+    store = tokens(tmp_path)
+    Run(tiny(pattern="butterfly", steps=1), store, tmp_path / "run").train()
+    result = CliRunner().invoke(
+        app, ["generate", str(tmp_path / "run"), "--data", str(store.folder), "--device", "cpu"]
+    )
+    assert result.exit_code == 2
+    words = " ".join(result.output.split())
+    assert "patterns must be dense, local or of chosen blocks to generate with a cache; got butterfly" in words
