@@ -79,7 +79,7 @@ def sdpa(
         q, k, v = (x.flatten(0, -leading) for x in (query, key, value))
         if isinstance(attn_mask, Tensor) and attn_mask.ndim > 3:
             own = (1,) * (query.ndim - attn_mask.ndim) + tuple(attn_mask.shape)
-            if len(own) != query.ndim or any(n not in (1, size) for n, size in zip(own, batch)):
+            if len(own) != query.ndim or any(1 != n != size for n, size in zip(own, batch)):
                 raise ValueError(
                     f"attn_mask must broadcast to [*{list(batch)}, Hq, Nq, Nk]; got {list(attn_mask.shape)}."
                 )
@@ -90,7 +90,7 @@ def sdpa(
         raise ValueError(
             "is_causal must not be given with an attn_mask; got both. Pass attn_mask & masks.causal(Nq, Nk, offset=0)."
         )
-    if not flag(enable_gqa, "enable_gqa") and k.shape[1] not in (1, q.shape[1]):
+    if not flag(enable_gqa, "enable_gqa") and 1 != k.shape[1] != q.shape[1]:
         raise ValueError(
             f"query must have as many heads as key unless enable_gqa=True; got {q.shape[1]} and {k.shape[1]}."
         )

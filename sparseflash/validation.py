@@ -99,7 +99,7 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
             f"got {q.shape[2]} and {k.shape[2]}.{advice}"
         )
     check_patterns(mask, q, k)
-    if mask.lengths is not None and mask.lengths.shape[1] not in (1, q.shape[0]):
+    if mask.lengths is not None and 1 != mask.lengths.shape[1] != q.shape[0]:
         raise ValueError(
             f"mask must have lengths for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it has "
             f"{mask.lengths.shape[1]}."
@@ -113,11 +113,11 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
 def check_patterns(mask: BlockMask, q: Tensor, k: Tensor) -> None:
     """Raises ValueError unless the mask is for one batch element or all, and for one head or all."""
     batch, heads = mask.pattern.shape
-    if batch not in (1, q.shape[0]):
+    if 1 != batch != q.shape[0]:  # not `in`: see `scores.change.broadcasts`
         raise ValueError(
             f"mask must be for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it is for {batch}."
         )
-    if heads not in (1, q.shape[1]):
+    if 1 != heads != q.shape[1]:
         advice = ""
         if heads == k.shape[1]:
             advice = (
@@ -169,7 +169,7 @@ def checked_lists(index: object, batch: int, kv_heads: int, q_len: int, device: 
     """A list for each query and key head, as `[B, Hkv, Nq, K]`."""
     index = checked_integers(index, "index")
     shape = (1,) * (4 - index.ndim) + tuple(index.shape)
-    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):
+    if index.ndim not in (3, 4) or 1 != shape[0] != batch or shape[1:3] != (kv_heads, q_len):
         raise ValueError(
             f"index must have shape [{kv_heads}, {q_len}, K] or [{batch}, {kv_heads}, {q_len}, K]; got "
             f"{list(index.shape)}."

@@ -7,7 +7,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparseflash import BlockMask, attention, explain, masks, sdpa
+from sparseflash import BlockMask, attention, explain, masks, scores, sdpa
+from sparseflash.grouped import selected_attention
 from tests.drawn.problems import Problem
 from tests.processes.forked import python
 
@@ -109,6 +110,7 @@ def test_cpu_tensors_go_to_blockwise_by_default():
 # ---------------------------------------------------------------------- what it refuses
 
 Q = torch.zeros(2, 4, 32, 16)
+LEARNED = torch.linspace(0.1, 0.4, 4)[:, None]  # of four heads
 JAGGED = torch.nested.nested_tensor([torch.zeros(n, 4, 16) for n in (5, 9)], layout=torch.jagged)
 
 
@@ -259,6 +261,24 @@ def test_a_scale_may_change_under_torch_compile():
     compiled = torch.compile(lambda scale: attention(Q, Q, Q, scale=scale), fullgraph=True, backend="aot_eager")
     for scale in (0.1, 0.2, 0.3):
         assert torch.equal(compiled(scale), attention(Q, Q, Q, scale=scale))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q: attention(q, q, q, scores=scores.key_bias(LEARNED.expand(4, 50)[None])),
+        lambda q: attention(q, q, q, scores=scores.bias(LEARNED[:2, :, None, None].expand(2, 4, 50, 50))),
+        lambda q: attention(q, q, q, scores=scores.temperature(LEARNED.expand(2, 4, 50) + 1.0)),
+        lambda q: attention(q, q, q, masks.causal(50, block=16).with_lengths(torch.full((2,), 30))),
+        lambda q: sdpa(q, torch.ones(2, 4, 50, 16), torch.ones(2, 4, 50, 16)),
+        lambda q: selected_attention(q, q, q, torch.zeros(2, 4, 50, 1, dtype=torch.int64), span=16),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_change_fit_those_that_may_under_torch_compile(call):
+    torch.compiler.reset()
+    q = torch.rand(2, 4, 50, 16)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+    torch.testing.assert_close(compiled(q), call(q))
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])

@@ -77,11 +77,11 @@ class LayerMask:
                 "mask must have no lengths of its own for generation, in which all sequences are equally long; got "
                 "some. Give the layer the mask without them, and lengths to the calls without a cache."
             )
-        if mask.shape[0] not in (1, batch):
+        if 1 != mask.shape[0] != batch:
             raise ValueError(
                 f"mask must be for one sequence or for {batch}, as the cache is; got one for {mask.shape[0]}."
             )
-        if mask.shape[1] not in (1, heads):
+        if 1 != mask.shape[1] != heads:
             raise ValueError(f"mask must be for one head or for the layer's {heads}; got one for {mask.shape[1]}.")
         key = "causal", tokens, device
         if torch.compiler.is_compiling() or self._made.get(key) is mask:  # checked when the cache was made, or before

@@ -180,7 +180,7 @@ def tile_values(function: Callable[[Tensor, Tensor], Tensor], mask: BlockMask) -
     if (
         not isinstance(found, Tensor)
         or found.ndim > 5
-        or any(own not in (1, size) for own, size in zip(found.shape[::-1], wanted[::-1]))
+        or any(1 != own != size for own, size in zip(found.shape[::-1], wanted[::-1]))
     ):
         raise ValueError(
             "the function must return a tensor that broadcasts to [B or 1, Hq or 1, "
