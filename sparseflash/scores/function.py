@@ -136,7 +136,7 @@ def function(
         tensors: tensors that it reads, in particular every one that needs a gradient.
         derivative: of the result by the score, with the same arguments; by default `change` is differentiated.
         kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
-            the same for a tile of scores, to which `q` and `k` broadcast. The pointers are of the tensors, made
+            the same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made
             contiguous. The tensors receive no gradients from it.
         kernel_derivative: the derivative by the score, of the same kind; without it, no backward.
 

@@ -18,12 +18,12 @@ from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
-_ROWS = 16  # with so many heads a group, tiles of one query waste nothing
-# The keys for each gathered token and head of a group from which on gathering is faster than a mask, in a forward alone
-# and with gradients. On an H200, gathering takes 66 and 483 ms and a mask 102 and 451 ms at D = 256 with 12 heads a
-# group, 64K tokens and 2,052 chosen ones.
+_ROWS = 16  # with this many heads a group, tiles of one query waste nothing
+# With more keys for each gathered token and head of a group, gathering is faster than a mask, in a forward alone and
+# with gradients. On an H200, gathering takes 66 and 483 ms and a mask 102 and 451 ms at D = 256 with 12 heads a group,
+# 64K tokens and 2,052 chosen ones.
 _KEYS = 245, 410
-_FEW = 2  # a query's share of the keys, inverted, from which on its blocks are few
+_FEW = 2  # gathering needs at least this many times the keys that a query has chosen
 
 
 class How(NamedTuple):
@@ -68,7 +68,7 @@ def over_chosen(
 
 
 def _are_few(q: Tensor, k: Tensor, index: Tensor, span: int) -> bool:
-    """Whether a query's single tokens are so few that they are gathered; with a mask nearly all keys are multiplied."""
+    """Whether a query's single tokens are few enough to be gathered; with a mask nearly all keys are multiplied."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     return k.shape[2] * (q.shape[1] // k.shape[1]) > _KEYS[wanted] * index.shape[3] * span
 
