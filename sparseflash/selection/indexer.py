@@ -20,10 +20,10 @@ Teach = Literal["visible", "chosen"]
 
 
 class IndexedLayer(SelectionLayer):
-    """A layer whose small queries and keys score all tokens; in training, `loss` is the indexer's loss of a call.
+    """A layer whose small queries and keys score all tokens. In training, `loss` is the indexer's loss of a call.
 
-    The indexer sees x without its gradient, and the choice has none: the indexer learns from `loss` alone. Add it to
-    the model's loss.
+    The indexer sees x without its gradient, and the choice has none: the model learns from its own loss, the indexer
+    from `loss`. Add it to the model's loss.
     """
 
     loss: Tensor | None
