@@ -103,7 +103,7 @@ def bounded_tensors(maxsize: int) -> Callable[[F], F]:
         def cached(*arguments: Any) -> Any:
             found = made.get(arguments)  # as in `once`, but faster, because every choice of blocks comes here
             if found is None:
-                return once(made, arguments, lambda: _untransformed(function, arguments))
+                return once(made, arguments, lambda: _outside_transforms(function, arguments))
             found[1].wait()
             return found[0]
 
@@ -112,7 +112,7 @@ def bounded_tensors(maxsize: int) -> Callable[[F], F]:
     return decorate
 
 
-def _untransformed(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+def _outside_transforms(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
     if torch.compiler.is_compiling():
         return function(*arguments)
     with temporarily_clear_interpreter_stack():
