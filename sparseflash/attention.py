@@ -172,9 +172,7 @@ def attend(
         if backend is None and not (16 <= q.shape[3] <= 256 and 16 <= v.shape[3] <= 256):
             _warn_of_head_dims(q.shape[3], v.shape[3])
         problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout)
-        if changes is None:
-            return blockwise.attention(q, k, v, problem)
-        return blockwise.scored_attention(q, k, v, problem, changes)
+        return blockwise.attention(q, k, v, problem, changes)
     from sparseflash.backends.triton import api  # imported late: the library must work without Triton
 
     if changes is not None and (divided := changes.find("temperature")) is not None:
@@ -191,7 +189,7 @@ def attend(
     if place is not None:
         return call_cache.first(place, q, k, v, mask, problem, changes)
     api.check_gradients(q, k, v, problem, changes)
-    return api.attention(q, k, v, problem) if changes is None else api.scored_attention(q, k, v, problem, changes)
+    return api.attention(q, k, v, problem, changes)
 
 
 def _warn_of_head_dims(dim: int, v_dim: int) -> None:

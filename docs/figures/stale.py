@@ -22,7 +22,7 @@ KERNELS_OF: dict[str, tuple[str, ...]] = {
     "huggingface": (*_KERNELS, "sparseflash/huggingface"),
     "scores": (*_KERNELS, "sparseflash/scores"),
     "selection": (*_KERNELS, "masks/fused"),
-    "calls": (*_LAUNCH, "sparseflash/attention.py", "sparseflash/backends/scored.py"),
+    "calls": (*_LAUNCH, "sparseflash/attention.py", "sparseflash/backends/operators.py"),
     "decode": (f"{_TRITON}/decode", "sparseflash/decode.py"),
     "generate": (f"{_TRITON}/decode", "sparseflash/huggingface"),
     "distributed": (*_KERNELS, "sparseflash/distributed"),

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.blockwise_tiles import Tiles
+from sparseflash.backends.operators import Operator
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.scored import ScoredOperator
 from sparseflash.scores.change import Scores
 
 
@@ -35,7 +35,7 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_as_given
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), _empty_kept(q)
@@ -72,13 +72,17 @@ def _forward(
 
 @_as_given
 def _backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, changes: Scores | None = None,
-    learned: Sequence[Tensor | None] = (),
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """learned: for each tensor of `changes`, zeros that its gradient is added to, or None for no gradient."""
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, changes: Scores | None, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     q, k, v, out, lse, kept = saved
+    # Gradients of the tensors of score modifications are summed in at least fp32.
+    given, dtype = [] if changes is None else changes.tensors(), torch.promote_types(q.dtype, torch.float32)
+    learned = [
+        torch.zeros(x.shape, dtype=torch.promote_types(dtype, x.dtype), device=x.device) if wants else None
+        for x, wants in zip(given, wanted, strict=True)
+    ]
     if q.numel() == 0 or k.numel() == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), learned
     mask, scale, dropout = Tiles(q, k, problem), problem.scale, problem.dropout
     q_tiles, k_tiles = mask.cut(q, mask.height, last=True), mask.cut(k, mask.block_k, last=True)
     v_tiles = mask.cut(v, mask.block_k)
@@ -129,6 +133,7 @@ def _backward(
         empty_gradient(q).copy_(mask.join(dq, q)),
         empty_gradient(k).copy_(mask.join(dk, k)),
         empty_gradient(v).copy_(mask.join(dv, v)),
+        learned,
     )
 
 
@@ -137,22 +142,6 @@ def _empty_kept(q: Tensor) -> Tensor:
 
 
 attention = Operator("blockwise", _forward, _backward, _empty_kept)
-
-
-def _scored_backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """The backward with score modifications. Gradients of their tensors are summed in at least fp32."""
-    dtype = torch.promote_types(saved.q.dtype, torch.float32)
-    learned = [
-        torch.zeros(x.shape, dtype=torch.promote_types(dtype, x.dtype), device=x.device) if wants else None
-        for x, wants in zip(changes.tensors(), wanted, strict=True)
-    ]
-    gradients = _backward(dout, dlse, saved, problem, changes, learned)
-    return *gradients, learned
-
-
-scored_attention = ScoredOperator("blockwise", _forward, _scored_backward, _empty_kept)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

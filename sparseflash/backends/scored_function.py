@@ -12,7 +12,7 @@ from sparseflash.backends.refused_derivatives import refuse_recording
 from sparseflash.scores.change import Scores
 
 if TYPE_CHECKING:
-    from sparseflash.backends.scored import ScoredOperator
+    from sparseflash.backends.operators import Operator
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     "or use another change of sparseflash.scores, or backend='reference', which is traced."
 )
 def attention(
-    operator: ScoredOperator, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
+    operator: Operator, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
 ) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of an operator, differentiable; torch.compile breaks the graph here."""
     refuse_recording(operator.name)

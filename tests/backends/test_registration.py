@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash import BlockMask, attention, masks
-from sparseflash.backends import blockwise, registration
+from sparseflash.backends import blockwise, operators
 from sparseflash.backends.triton import api
 
 N, DIM = 48, 16
@@ -222,9 +222,9 @@ class Seen(TorchDispatchMode):
 def test_an_inference_call_gives_the_same_past_the_dispatcher(backend):
     q, k, v = (x.detach() for x in tensors())
     mask = padded()
-    with mock.patch.object(registration, "is_plain_call", wraps=registration.is_plain_call) as asked:
+    with mock.patch.object(operators, "is_plain_call", wraps=operators.is_plain_call) as asked:
         plain = attention(q, k, v, mask, backend=backend, return_lse=True)
-    assert asked.call_count == 1 and registration.is_plain_call(q, k, v)
+    assert asked.call_count == 1 and operators.is_plain_call(q, k, v)
     with Seen() as seen:
         watched = attention(q, k, v, mask, backend=backend, return_lse=True)
     assert f"sparseflash.{backend}.default" in seen.names
@@ -236,7 +236,7 @@ def test_whoever_watches_sees_the_operator():
     asked = []
 
     def ask(q, k, v):
-        asked.append(registration.is_plain_call(q, k, v))
+        asked.append(operators.is_plain_call(q, k, v))
         return q
 
     class Subclass(torch.Tensor):

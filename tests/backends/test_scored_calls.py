@@ -13,7 +13,7 @@ from sparseflash.backends import blockwise, direct, scored_function
 from sparseflash.backends.triton import api
 
 N = 12
-OPERATORS = {"blockwise": blockwise.scored_attention, "triton": api.scored_attention}
+OPERATORS = {"blockwise": blockwise.attention, "triton": api.attention}
 KINDS = ("alibi", "t5", "softcap", "function")
 
 pytestmark = [
@@ -70,8 +70,8 @@ def forbidden(*arguments):
 def test_a_plain_call_gives_the_same_bits_past_the_operator(kind, backend):
     problem, operator = Problem(kind, backend), OPERATORS[backend]
     with (
-        mock.patch.object(operator, "_forward_op", forbidden),
-        mock.patch.object(operator, "_backward_op", forbidden),
+        mock.patch.object(operator, "_scored_forward_op", forbidden),
+        mock.patch.object(operator, "_scored_backward_op", forbidden),
         mock.patch.object(scored_function, "attention", forbidden),
     ):
         plain = problem.run()
@@ -104,7 +104,7 @@ def test_parameters_are_plain_and_other_subclasses_are_not(backend):
     assert not direct.is_plain_call(learned.as_subclass(Subclass))
     assert not direct.is_plain_call(torch.nn.Parameter(learned.as_subclass(Subclass)))
     problem.changes = scores.alibi(learned.as_subclass(Subclass))
-    with mock.patch.object(operator, "_forward_op", wraps=operator._forward_op) as called:
+    with mock.patch.object(operator, "_scored_forward_op", wraps=operator._scored_forward_op) as called:
         problem.run()
     assert called.call_count == 1
 
@@ -179,14 +179,14 @@ def test_only_gradients_that_are_wanted_are_computed(backend):
     problem.changes = problem.changes + scores.bias(pair)
     asked, given = [], []
 
-    def backward(dout, dlse, saved, changes, wanted, problem):
+    def backward(dout, dlse, saved, problem, changes, wanted):
         asked.append(wanted)
-        dq, dk, dv, learned = operate(dout, dlse, saved, changes, wanted, problem)
+        dq, dk, dv, learned = operate(dout, dlse, saved, problem, changes, wanted)
         given.append([x is not None for x in learned])
         return dq, dk, dv, learned
 
-    operate = operator._direct_backward
-    with mock.patch.object(operator, "_direct_backward", backward):
+    operate = operator._compute_backward
+    with mock.patch.object(operator, "_compute_backward", backward):
         sum(x.sum() for x in problem.run()).backward()
     assert asked == given == [[True, False]]
     assert problem.learned.grad is not None and pair.grad is None

@@ -345,7 +345,7 @@ def test_the_operator_passes_pytorchs_own_checks():
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.sink(torch.randn(2, requires_grad=True))
     problem = backends_problem.Problem(None, None, None, None, None, None, 16, 16, 0.25)
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
-    assert api.scored_attention.name == "triton"
+    assert api.attention.name == "triton"
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
 
 
@@ -354,7 +354,7 @@ def test_gradients_have_the_strides_that_compiled_code_expects():
     q, k, v, dout = (torch.randn(1, 2, 20, 16) for _ in range(4))
     changes = Scores((scores.key_bias(torch.randn(1, 2, 20, requires_grad=True)),))
     problem = backends_problem.Problem(None, None, None, None, None, None, 16, 16, 0.25)
-    out, lse, kept = api.scored_attention.forward(q, k, v, problem, changes)
+    out, lse, kept = api.attention.forward(q, k, v, problem, changes)
     saved = q, k, v, out, lse, kept
     arguments = dout, None, *saved, [x.detach() for x in changes.tensors()], changes.described(), [True], *problem
     operator = torch.ops.sparseflash.triton_scored_backward.default

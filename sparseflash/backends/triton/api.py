@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.direct import is_plain_call
+from sparseflash.backends.operators import Operator
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.registration import Operator, empty_gradient, empty_kept, empty_lse, empty_out
+from sparseflash.backends.registration import empty_gradient, empty_kept, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.device import check_runs
 from sparseflash.backends.triton.dispatch import Decision
@@ -26,7 +26,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     check(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
@@ -38,31 +38,20 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if saved.q.numel() == 0 or saved.k.numel() == 0:
-        return _zeros(saved)
-    return prepared(*saved[:3], problem).backward(dout, dlse, saved, problem.lengths, problem.dropout)
-
-
-def _zeros(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(empty_gradient(x).zero_() for x in saved[:3])  # type: ignore[return-value]
-
-
-attention = Operator("triton", _forward, _backward, empty_kept)
-
-
-def _scored_backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, changes: Scores | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     if saved.q.numel() == 0 or saved.k.numel() == 0:
-        learned = [torch.zeros_like(x) if wants else None for x, wants in zip(changes.tensors(), wanted, strict=True)]
-        return *_zeros(saved), learned
+        tensors = [] if changes is None else changes.tensors()
+        learned = [torch.zeros_like(x) if wants else None for x, wants in zip(tensors, wanted, strict=True)]
+        dq, dk, dv = (empty_gradient(x).zero_() for x in (saved.q, saved.k, saved.v))
+        return dq, dk, dv, learned
     call = prepared(*saved[:3], problem, changes)
+    if changes is None:
+        return *call.backward(dout, dlse, saved, problem.lengths, problem.dropout), []
     return call.scored_backward(dout, dlse, saved, problem.lengths, problem.dropout, changes, wanted)
 
 
-scored_attention = ScoredOperator("triton", _forward, _scored_backward, empty_kept)
+attention = Operator("triton", _forward, _backward, empty_kept)
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.direct import are_plain, as_recorded, call_directly, is_plain_call
+from sparseflash.backends.operators import Run as OperatorRun
+from sparseflash.backends.operators import in_dtypes_of
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.scored import Run as OperatorRun
-from sparseflash.backends.scored import in_dtypes_of
 from sparseflash.backends.triton import native
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
@@ -127,9 +127,7 @@ class Run:
 
         batch = saved.q.shape[0]
         problem = Problem.of(self._mask, scale=self._call.scale, batch=batch, kernels=self._call.kernels)
-        if self._changes is None:
-            return api.attention.backward(dout, dlse, saved, problem)
-        run = OperatorRun(api.scored_attention, problem, self._changes, self._wanted)
+        run = OperatorRun(api.attention, problem, self._changes, self._wanted)
         return run.operator_backward(dout, dlse, saved, seed, *tensors)
 
 
@@ -172,7 +170,7 @@ def first(
         return _first_of_dynamic(key, q, k, v, mask, problem, changes)
     if changes is not None:
         if not are_plain(*tensors):
-            return api.scored_attention(q, k, v, problem, changes)
+            return api.attention(q, k, v, problem, changes)
         key = _key_with(key, changes, tensors)
     call: PreparedCall | None = calls.get(key)
     if call is None:
@@ -193,10 +191,8 @@ def _first_of_dynamic(
     from sparseflash.backends.triton.prepared_call import prepared
 
     api.check_gradients(q, k, v, problem, changes)
-    if changes is not None:
-        return api.scored_attention(q, k, v, problem, changes)
-    found = api.attention(q, k, v, problem)
-    if key not in _dynamic_calls:
+    found = api.attention(q, k, v, problem, changes)
+    if changes is None and key not in _dynamic_calls:
         call = prepared(q, k, v, problem)
         made = None if call.forward is None else dynamic_forward(call.forward, call.setting, mask)
         if made is not None:

@@ -333,8 +333,8 @@ def test_a_tensor_of_another_class_is_left_to_the_operator():
     mask, tensors = mask_of(), inputs()
     change, x = drawn("alibi", learned=False)
     wanted = results(change, x, mask, tensors, mode="no_grad")
-    operator = api.scored_attention
-    with mock.patch.object(operator, "_forward_op", wraps=operator._forward_op) as called:
+    operator = api.attention
+    with mock.patch.object(operator, "_scored_forward_op", wraps=operator._scored_forward_op) as called:
         found = results(scores.alibi(x.as_subclass(Subclass)), x, mask, tensors, mode="no_grad")
     assert called.call_count == 1 and same(found, wanted)
 

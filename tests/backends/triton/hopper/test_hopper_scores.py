@@ -120,7 +120,7 @@ def test_under_a_tiny_scale_products_and_slopes_may_be_of_any_size(scale):
     q, k, v = (factor * torch.randn(1, 2, 200, 64).bfloat16() for factor in (1e15, 1e15, 1.0))
     changes = scores.alibi(torch.tensor([0.1, 1e19])) + scores.temperature(torch.ones(2))  # not cached
     asked = {"scores": changes, "scale": scale, "return_lse": True}
-    with mock.patch.object(api, "scored_attention", run):
+    with mock.patch.object(api, "attention", run):
         found = attention(q, k, v, mask, **asked, backend="triton")
     wanted = attention(q.double(), k.double(), v.double(), mask, **asked, backend="reference")
     for x, y in zip(found, wanted, strict=True):
