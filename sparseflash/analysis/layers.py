@@ -19,7 +19,6 @@ class Element:
     """The relations between the tokens of one batch element, layer by layer."""
 
     def __init__(self, masks: Sequence[BlockMask], patterns: tuple[tuple[int, ...], ...], stop: int) -> None:
-        self.key = patterns, stop
         self.stop = stop
         self._masks, self._patterns = masks, patterns
         self._steps: dict[tuple[int, tuple[int, ...]], Relation] = {}

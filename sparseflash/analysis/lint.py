@@ -254,12 +254,8 @@ def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iter
             return
         layers = None
     connected = True
-    done = set()
     all_elements = elements(every)
-    for number, element in enumerate(all_elements):
-        if element.key in done:
-            continue
-        done.add(element.key)
+    for element in dict.fromkeys(all_elements):
         try:
             found = causal_gap(element) if causal else gap(element)
         except TooManyTiles as error:
@@ -268,7 +264,7 @@ def _connected(every: list[BlockMask], causal: bool, layers: int | None) -> Iter
         if found is None:
             continue
         connected = False
-        alone = "" if len(all_elements) == 1 else f"batch element {number}"
+        alone = "" if len(all_elements) == 1 else f"batch element {all_elements.index(element)}"
         groups = (
             f"the tokens fall into {found.groups:,} groups that exchange nothing" if found.groups > 1
             else f"query {found.query} is never influenced by key {found.key}, however many layers there are"

@@ -47,21 +47,18 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
     layers = len(every) if layers is None else integer(layers, "layers", "layers")
     if layers < 0:
         raise ValueError(f"layers must not be negative; got {layers}.")
-    parts: list[Part] = []
-    found: dict[object, Part] = {}
-    block, length = block_of(every), every[0].q_len
-    for element in elements(every):
-        if element.key not in found:
-            relation = _after(element, layers)
-            count = bitrows.count(relation.full, relation.count) + len(relation.key)
-            if count > MOST_TILES:
-                raise TooManyTiles(
-                    f"the result must have at most {MOST_TILES} tiles; got {count} tiles of {block} x {block}. Pass "
-                    "masks with larger blocks; layers_to_full_reach and diameter build no such result."
-                )
-            found[element.key] = tiles_of(relation, element.stop)
-        parts.append(found[element.key])
-    return BlockMask._of(length, length, block, block, parts, len(parts), 1)
+    found: dict[Element, Part] = {}
+    block, length, of_batch = block_of(every), every[0].q_len, elements(every)
+    for element in dict.fromkeys(of_batch):
+        relation = _after(element, layers)
+        count = bitrows.count(relation.full, relation.count) + len(relation.key)
+        if count > MOST_TILES:
+            raise TooManyTiles(
+                f"the result must have at most {MOST_TILES} tiles; got {count} tiles of {block} x {block}. Pass "
+                "masks with larger blocks; layers_to_full_reach and diameter build no such result."
+            )
+        found[element] = tiles_of(relation, element.stop)
+    return BlockMask._of(length, length, block, block, [found[each] for each in of_batch], len(of_batch), 1)
 
 
 def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:
@@ -169,8 +166,5 @@ def _most(masks: Masks, needed: Callable[[Element], int | None]) -> int | None:
     """The most layers that any batch element needs; None if one never meets the goal."""
     every = checked(masks)
     check_size(every)
-    found: dict[object, int | None] = {}
-    for element in elements(every):
-        if element.key not in found:
-            found[element.key] = needed(element)
-    return None if None in found.values() else max(value for value in found.values() if value is not None)
+    found = [needed(element) for element in dict.fromkeys(elements(every))]
+    return None if None in found else max(value for value in found if value is not None)

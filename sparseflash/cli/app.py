@@ -258,10 +258,7 @@ def check(
         found = found.to(place(device))
         gpu = found.device.type == "cuda"
         dtypes = named(dtype, PRECISIONS, "--dtype") if dtype is not None else list(PRECISIONS) if gpu else ["fp32"]
-        if thorough:
-            cases = certificate.thorough(found, heads, kv_heads, dtypes, head_dim, seed)
-        else:
-            cases = certificate.once(found, heads, kv_heads, dtypes, head_dim, seed)
+        cases = certificate.cases_of(found, heads, kv_heads, dtypes, head_dim, seed, thorough=thorough)
         results = []
         with progress.status("comparing with fp64") as status:
             for case, errors in certificate.checked(found, cases, backend):

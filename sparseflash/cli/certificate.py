@@ -20,7 +20,8 @@ ALLOWED = (
     "twice the largest error of dense attention computed plainly in the same dtype, plus about one unit in the last "
     "place of the largest value, both against fp64; errors are given as multiples of it, so at most 1 is exact"
 )
-_HEAD_DIMS, _SEEDS = (16, 64, 128), (0, 1, 2)
+_HEAD_DIMS = 16, 64, 128
+_DRAWS: tuple[int, ...] = (0, 1, 2)
 
 
 class Case(NamedTuple):
@@ -33,26 +34,23 @@ class Case(NamedTuple):
     seed: int
 
 
-def once(
-    mask: BlockMask, heads: int, kv_heads: int | None, dtypes: list[str], head_dim: int, seed: int
-) -> list[Case]:  # fmt: skip
-    """One case for each dtype."""
+def cases_of(
+    mask: BlockMask, heads: int, kv_heads: int | None, dtypes: list[str], head_dim: int, seed: int, *, thorough: bool
+) -> list[Case]:
+    """One case for each dtype; or, if thorough, with several head dims, with and without groups of heads, and for
+    several draws.
+    """
     heads = mask.shape[1] if mask.shape[1] > 1 else heads
-    return [Case(dtype, head_dim, heads, heads if kv_heads is None else kv_heads, seed) for dtype in dtypes]
-
-
-def thorough(
-    mask: BlockMask, heads: int, kv_heads: int | None, dtypes: list[str], head_dim: int, seed: int
-) -> list[Case]:  # fmt: skip
-    """Every dtype with several head dims, with and without groups of heads, for several draws."""
-    heads = mask.shape[1] if mask.shape[1] > 1 else heads
-    dims = sorted({*_HEAD_DIMS, head_dim})
+    kv_heads = heads if kv_heads is None else kv_heads
+    dims, groups, draws = {head_dim}, {kv_heads}, (0,)
+    if thorough:
+        dims, groups, draws = {*_HEAD_DIMS, head_dim}, {1, kv_heads, heads}, _DRAWS
     return [
         Case(dtype, dim, heads, key_heads, seed + more)
         for dtype in dtypes
-        for dim in dims
-        for key_heads in sorted({1, heads if kv_heads is None else kv_heads, heads})
-        for more in _SEEDS
+        for dim in sorted(dims)
+        for key_heads in sorted(groups)
+        for more in draws
     ]
 
 

@@ -173,6 +173,16 @@ def test_findings_say_in_which_layer():
     assert {finding.where for finding in found if finding.code == "future-leak"} == {"layer 0, 2", "layer 1"}
 
 
+def test_findings_say_of_which_batch_elements_and_heads():
+    good, bad = masks.causal(64, block=16), masks.local(64, window=3, block=16)
+    mask = masks.per_batch([bad, good, *[bad] * 4])
+    (where,) = {finding.where for finding in lint(mask, causal=True) if finding.code == "future-leak"}
+    assert where == "batch element 0, 2, 3, 4 and 1 more"
+    mask = masks.per_batch([masks.per_head([good, bad]), masks.per_head([bad] * 2)])
+    (where,) = {finding.where for finding in lint(mask, causal=True) if finding.code == "future-leak"}
+    assert where == "batch element 0, 1, head 0, 1"
+
+
 def test_errors_come_before_warnings_and_notes():
     i, j = torch.arange(64)[:, None], torch.arange(64)
     mask = BlockMask.from_layout(((i - j).abs() <= 1) & (i > 3) | (i == 5), block=16)

@@ -155,8 +155,9 @@ def test_a_result_that_is_too_large_says_so(monkeypatch):
 def test_too_many_blocks_are_refused(monkeypatch):
     monkeypatch.setattr("sparseflash.analysis.layers.MOST_BLOCKS", 4)
     reach(masks.local(64, window=3, block=16), 1)
-    with pytest.raises(ValueError, match="at most 4 block rows; got 5 of 16 tokens"):
-        layers_to_full_reach(masks.local(65, window=3, block=16))
+    for function in (reach, layers_to_full_reach, diameter):
+        with pytest.raises(ValueError, match="at most 4 block rows; got 5 of 16 tokens"):
+            function(masks.local(65, window=3, block=16))
 
 
 @pytest.mark.parametrize(

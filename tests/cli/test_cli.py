@@ -900,7 +900,7 @@ def test_json_has_numbers_and_nothing_else_is_printed(tmp_path):
 
 
 def test_a_thorough_check_has_the_number_of_key_heads_that_was_asked_for():
-    cases = certificate.thorough(masks.causal(32), 4, 2, ["fp32"], 16, 0)
+    cases = certificate.cases_of(masks.causal(32), 4, 2, ["fp32"], 16, 0, thorough=True)
     assert {case.kv_heads for case in cases} == {1, 2, 4}
 
 
