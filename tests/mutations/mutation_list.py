@@ -370,7 +370,7 @@ MUTATIONS = [
         "sparseflash/backends/triton/native.c",
         "((uintptr_t)t.data + t.byte_offset) % 16;",
         "0;",
-        "tests/backends/triton/test_native.py::test_layouts_are_equal_where_they_are_in_python",
+        "tests/backends/triton/test_native.py::test_layouts_are_equal_where_shapes_strides_dtypes_and_alignment_are",
     ),
     Mutation(
         "starts: a number is cut to its width",

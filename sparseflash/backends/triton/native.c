@@ -1,8 +1,9 @@
 /* Starts compiled Triton kernels, all those of a pass by one call, and describes the layouts of tensors.
 
-   native.py compiles this file with the compiler that Triton needs; tests/backends/triton/python_start.py says in
-   Python what Kernel and start do. Neither torch's nor CUDA's headers are needed: native.py passes the addresses of the
-   driver's functions, and torch exports the table of functions below for DLPack. */
+   native.py compiles this file with the compiler that Triton needs; `parameters` of
+   tests/backends/triton/native_fuzz.py says in Python what a launch reads. Neither torch's nor CUDA's headers are
+   needed: native.py passes the addresses of the driver's functions, and torch exports the table of functions below for
+   DLPack. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

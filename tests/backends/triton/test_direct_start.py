@@ -5,26 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from triton.runtime import driver
 
 from sparseflash.backends.triton import direct_start, launcher, native
 from sparseflash.backends.triton.direct_start import DESCRIPTOR, Parameter, are_declared, parameters_of
-from tests.backends.triton import python_start
 
 CODES = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "fp32": "f", "fp64": "d", "*bf16": "Q"}
 PTX_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 128: "b8"}
-
-
 LAUNCH = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
-STARTS = [native.module(), python_start]
-
-
-@pytest.fixture(params=STARTS, ids=["c", "python"], autouse=True)
-def starts(request, monkeypatch):
-    monkeypatch.setattr(native, "module", lambda: request.param)
-    return request.param
 
 
 class Driver:
@@ -128,7 +118,6 @@ def expected(parameters, arguments):
     return values
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kernels())
 @example((["i32", ("i64", "constexpr", "i32")], ([1, (2, 7, 3)], [4, (5, 7, 6)]), [1]))
 @example(([((), ("i64", "i32"), "fp32"), "i32"], ([((), (2, 3), 0.5), 1], [((), (5, 6), 1.5), 4]), [0]))
