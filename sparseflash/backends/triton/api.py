@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +30,8 @@ def _forward(
     check(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
         return empty_out(q, v).zero_(), empty_lse(q).fill_(-torch.inf), empty_kept(q)
-    run: Any = prepared(q, k, v, problem, changes).prepare_forward(q, k, v, changes)
-    more = () if changes is None else (changes,)
-    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, *more)
+    run = prepared(q, k, v, problem, changes).prepare_forward(q, k, v, changes)
+    out, lse, kept = run(q, k, v, problem.lengths, problem.dropout, changes)
     return out, lse, empty_kept(q) if kept is None else kept
 
 
@@ -81,13 +79,13 @@ def choices(
     _, second = call.decision(q, v, changes, wanted, backward=True)
     forward, _ = first.serving().passes()
     numbers = problem.scale, problem.dropped
-    more: dict[str, Any] = {} if changes is None else {"changes": changes}
-    found = forward(setting, (q.device, key), q, k, v, *numbers, **more).choices()
+    found = forward(setting, (q.device, key), q, k, v, *numbers, changes=changes).choices()
     if second.family is not None or torch.is_grad_enabled():
         _, backward = second.serving().passes()
         out = empty_out(like(q), like(v))
-        more |= {} if changes is None else {"wanted": wanted}
-        made = backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more)
+        made = backward(
+            setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, changes=changes, wanted=wanted
+        )
         found = [*found, *made.choices()]
     notes = [each.family.note(asked) for each in (first, second) if each.family is not None]
     return (first, second), found, next((note for note in notes if note is not None), None)

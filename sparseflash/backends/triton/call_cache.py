@@ -98,10 +98,8 @@ class Run:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         run: Any = self._call.forward
         lengths = None if self._mask is None else self._mask.lengths
-        if self._changes is None:
-            out, lse, kept = run(q, k, v, lengths, None)
-        else:
-            out, lse, kept = run(q, k, v, lengths, None, self._changes)
+        out, lse, kept = run(q, k, v, lengths, None, self._changes)
+        if self._changes is not None:
             self._changes = self._call.without_tensors
         return out, lse, kept
 

@@ -148,12 +148,9 @@ class ForwardPass(Pass, Protocol):
     """A forward pass."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None, changes: Scores | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`kept` holds anything else that the backward of the same family needs.
-
-        A family that serves score modifications takes them as one more argument, `changes`.
-        """
+        """`kept` holds anything else that the backward of the same family needs."""
 
 
 class BackwardPass(Pass, Protocol):

@@ -87,9 +87,8 @@ class PreparedCall:
             return self.forward
         family = self._serving(q, v, changes, backward=False)
         forward, _ = family.passes()
-        more = {} if changes is None else {"changes": changes}
         key = q.device, family.name, self._key
-        made = forward(self.setting, key, q, k, v, self.scale, self.dropped, **more)
+        made = forward(self.setting, key, q, k, v, self.scale, self.dropped, changes=changes)
         launches = made.launches()
         # Inside of an autograd.Function grad mode is off, so requires_grad shows whether a backward will follow: see
         # `as_recorded`.
@@ -127,10 +126,9 @@ class PreparedCall:
             for name, x in () if out.is_meta else (("q", q), ("k", k), ("v", v), ("out", out)):
                 check_near(x, name)
             _, backward = family.passes()
-            more: dict[str, Any] = {} if changes is None else {"changes": changes, "wanted": wanted}
             made = backward(
                 self.setting, (q.device, family.name, self._key, key), q, k, v, out, dout, self.scale, self.dropped,
-                dlse=dlse, **more,
+                dlse=dlse, changes=changes, wanted=wanted,
             )  # fmt: skip
             self._backwards.put(key, made)
             compile_side_by_side(made.launches())
