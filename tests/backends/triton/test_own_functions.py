@@ -31,6 +31,11 @@ def compare(change, *learned, mask=None, backend="triton"):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
+def compare_out(change, q, k, v, mask=None):
+    found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
 ARITHMETIC = {
     "exponentials": lambda s, b, h, q, k: (-s * s).exp() + (1 + s * s).log() + (s * s).log1p() + torch.exp2(-s.abs()),
     "roots and angles": lambda s, b, h, q, k: (1 + s * s).sqrt() + s.sin() * s.cos() + (1 + s.abs()) ** -1.5,
@@ -137,15 +142,8 @@ def test_a_longer_learned_tensor_and_one_of_a_number_get_their_gradients():
     def own(score, b, h, q, k, shift, factor, unread, number):
         return score * factor[1] + shift[h, b, q] * number
 
-    change = scores.function(own, shift, factor, unread, number)
-    q, k, v = tensors()
-    gradients = []
-    for backend in ("triton", "blockwise"):
-        out = attention(q, k, v, scores=change, backend=backend, return_lse=True)
-        total = out[0].sin().sum() + out[1].sum()
-        gradients.append(torch.autograd.grad(total, (shift, factor, unread, number)))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    learned = shift, factor, unread, number
+    compare(scores.function(own, *learned), *learned)
 
 
 def test_an_entry_outside_its_tensor_makes_the_score_nan():
@@ -271,8 +269,7 @@ def test_integers_of_positions_have_64_bits_where_they_need_them(added):
     q, k, v = (torch.randn(1, 2, n, 16, generator=generator) for n in (16, 900, 900))
     change = scores.function(lambda s, b, h, q, k: s + added(q, k) / 100)
     mask = masks.local(16, 900, window=30, causal=True, block=16)
-    found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    compare_out(change, q, k, v, mask)
 
 
 @pytest.mark.parametrize("divisor", [1.3, -1.3, 0.1, 0.7])
@@ -302,8 +299,7 @@ def test_integers_of_tensors_have_the_bits_that_pytorch_gives_them(numbers, adde
     mask = masks.local(16, 900, window=30, causal=True, block=16)
     for x in (numbers, numbers % 97 if numbers.dtype == torch.int64 else numbers):
         change = scores.function(lambda s, b, h, q, k, x: s + added(x, q, k), x)
-        found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+        compare_out(change, q, k, v, mask)
 
 
 def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
@@ -315,8 +311,7 @@ def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
 
     for x in (torch.arange(32, dtype=torch.int32) % 2, torch.arange(32) % 2 * 2**32):
         change = scores.function(added, x)
-        found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+        compare_out(change, q, q, q)
 
 
 NARROW = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(0))
@@ -350,9 +345,7 @@ def test_integers_wrap_around_where_pytorchs_do(added, dtype):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 32, 16, generator=generator) for _ in range(3))
     x = NARROW.to(dtype)
-    change = scores.function(lambda s, b, h, q, k: s + added(x, q, k) % 97 * 0.02)
-    found, want = (attention(q, k, v, scores=change, backend=backend) for backend in ("triton", "blockwise"))
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    compare_out(scores.function(lambda s, b, h, q, k: s + added(x, q, k) % 97 * 0.02), q, k, v)
 
 
 @pytest.mark.timeout(60)
@@ -368,6 +361,4 @@ def test_a_value_that_is_used_twice_at_each_step_is_looked_at_once():
             doubled = doubled + doubled
         return s + (doubled % 3) * 0.1
 
-    change = scores.function(added, x)
-    found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
-    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    compare_out(scores.function(added, x), q, q, q)
