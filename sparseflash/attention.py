@@ -71,7 +71,7 @@ def attention(
             must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
         mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
             must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
-            finite: 0 times NaN is NaN.
+            finite: 0 times NaN is NaN. For gradients, so must dead queries and the gradients of their outputs.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
             scores, in fp32 (fp64 for fp64 inputs), differentiable and without dropout; `merge_attention` merges parts

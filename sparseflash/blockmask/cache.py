@@ -63,6 +63,10 @@ class BoundedDict(dict[Any, Any]):
         self[key] = value
         return value
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies are empty: pickle would add entries before `most`, and some cannot be pickled.
+        return BoundedDict, (self.most,)
+
     # Hashed by identity, to be members of a WeakSet.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
