@@ -206,11 +206,21 @@ def test_any_scale(scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_token_that_nobody_chose_is_never_read(dtype):
-    (q, k, v), index = drawn((1, 1, 2), 5, 20, (16, 16), 9, dtype, 0)
-    k[:, :, 7], v[:, :, 7] = torch.nan, torch.inf
-    results = gradients_of((q, k, v), index.masked_fill(index == 7, -1))
-    assert all(x.isfinite().all() for x in (results[0], *results[2:]))
+@pytest.mark.parametrize("dead", [slice(7, 8), slice(64, 128)])  # a token, and a whole tile of `_add_tiles`
+def test_a_token_that_nobody_chose_is_never_read(dtype, dead):
+    (q, k, v), index = drawn((1, 1, 2), 5, 150, (16, 16), 9, dtype, 0)
+    index = index.masked_fill((index >= dead.start) & (index < dead.stop), -1)
+    want = gradients_of((q, k, v), index)
+    k[:, :, dead], v[:, :, dead] = torch.nan, torch.inf
+    assert all(map(torch.equal, gradients_of((q, k, v), index), want))
+
+
+def test_queries_of_a_later_chunk_may_lie_far_away():
+    (q, k, v), index = drawn((1, 1, 1), 4, 64, (16, 16), 1, torch.float16, 0)
+    far = torch.empty(3 << 30 | 16, dtype=torch.float16).as_strided(q.shape, (1 << 30, 1 << 30, 1 << 30, 1)).copy_(q)
+    want = gradients_of((q, k, v), index)
+    with mock.patch.object(gradients, "_SCRATCH", 24):  # two queries a chunk
+        assert all(map(torch.equal, gradients_of((far, k, v), index), want))
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])

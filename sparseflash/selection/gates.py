@@ -44,7 +44,9 @@ class _GatedSum(torch.autograd.Function):
 
         logits, *parts = ctx.saved_tensors
         if torch.is_grad_enabled():  # for gradients of gradients
-            given = [x for x in (logits, *parts) if x.requires_grad]
-            found = iter(torch.autograd.grad(_by_operations(logits, *parts), given, dout, create_graph=True))
-            return tuple(next(found) if x.requires_grad else None for x in (logits, *parts))
+            # Views: a tensor may be given twice or be computed from another, whose gradient must not include its own.
+            given = [x.view_as(x) for x in (logits, *parts)]
+            wanted = [x for x in given if x.requires_grad]
+            found = iter(torch.autograd.grad(_by_operations(*given), wanted, dout, create_graph=True))
+            return tuple(next(found) if x.requires_grad else None for x in given)
         return gates.backward(dout, logits, tuple(parts))

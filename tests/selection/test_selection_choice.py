@@ -152,6 +152,19 @@ def test_gradients_of_gradients_of_gated_sums_are_those_of_operations():
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_gated_sums_that_keep_their_graph_do_not_count_a_tensor_twice():
+    x = torch.randn(2, 2, 20, 16, generator=generator(0), requires_grad=True)
+    logits = torch.randn(2, 20, 6, generator=generator(1), requires_grad=True)
+    y = 2 * x
+    for parts in ((x, x, x), (y, y, x), (y, y.sin(), y.cos())):
+        results = []
+        for way in ("operations", "kernels"):
+            with by(way):
+                total = gated_sum(logits + y.mean(), *parts).square().sum()
+                results.append(torch.autograd.grad(total, (logits, x), create_graph=True))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("sums", [None, [0, 37, 40, 100]])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind, sums):

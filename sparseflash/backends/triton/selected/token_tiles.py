@@ -85,20 +85,21 @@ def tile_dkdv_kernel(
     local, tile = found // tiles, (found % tiles).to(tl.int32)
     pair = first_pair + local
     batch, kv_head = pair // kv_heads, pair % kv_heads
+    begin = tl.load(ends_ptr + found - 1, mask=found > 0, other=0)
+    stop = tl.load(ends_ptr + found)
     token = tile * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < k_len
+    # A tile that nobody chose is not read: it may hold numbers that are not finite, whose products with zeros are NaN.
+    is_token = token < tl.where(stop > begin, k_len, 0)
     k_offsets = token_offsets(token, is_token, k_strides[2], FAR)
     k = columns(k_ptr + batch * k_strides[0] + kv_head * k_strides[1], k_offsets, is_token, 0, D, PADDED_D)
     v_offsets = token_offsets(token, is_token, v_strides[2], FAR)
     v = columns(v_ptr + batch * v_strides[0] + kv_head * v_strides[1], v_offsets, is_token, 0, DV, PADDED_DV)
     in_group = (tl.arange(0, ROWS) % GROUP).to(tl.int64)
-    head = kv_head * group
+    head, first_query = kv_head * group, tl.cast(first_query, tl.int64)  # queries may lie 2^31 numbers apart
     q_ptr += batch * q_strides[0] + head * q_strides[1] + first_query * q_strides[2]
     dout_ptr += batch * dout_strides[0] + head * dout_strides[1] + first_query * dout_strides[2]
     rows = ((batch * kv_heads * group) + head + in_group) * q_len + first_query
     bits_ptr += (local * k_len + tl.where(is_token, token, 0)) * WORDS
-    begin = tl.load(ends_ptr + found - 1, mask=found > 0, other=0)
-    stop = tl.load(ends_ptr + found)
     dk = tl.zeros([TOKENS, PADDED_D], tl.float32)
     dv = tl.zeros([TOKENS, PADDED_DV], tl.float32)
     # Entries are loaded one iteration ahead: addresses that were loaded in the same iteration would keep the compiler
