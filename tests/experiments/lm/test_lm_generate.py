@@ -4,12 +4,16 @@ from typer.testing import CliRunner
 
 from experiments.lm import generate
 from experiments.lm.cli import app
+from experiments.lm.model.attention import attention_over
 from experiments.lm.model.remembered import next_scores, put_row, remembered
+from experiments.lm.model.transformer import LanguageModel, Sizes
+from experiments.lm.patterns import of_layers
 from experiments.lm.sample import opened
 from experiments.lm.train import Run
 from experiments.measurements import read
 from tests.experiments.lm.models import model_of, tiny, tokens
 
+DEVICE = torch.device("cuda")
 IDS = torch.randint(300, (2, 64), generator=torch.Generator().manual_seed(1))
 PATTERNS = ["dense", "local", "local,dense", "moba", "msa", "nsa", "local,msa"]
 
@@ -75,3 +79,26 @@ def test_other_patterns_are_refused(tmp_path):
     assert result.exit_code == 2
     words = " ".join(result.output.split())
     assert "patterns must be dense, local or of chosen blocks to generate with a cache; got butterfly" in words
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [*((pattern, torch.bfloat16) for pattern in ("dense", "local", "moba", "msa")), ("nsa", torch.float32)],
+)
+@torch.no_grad()
+def test_on_a_gpu_the_cache_gives_the_scores_of_all_tokens_together(pattern, dtype):
+    """On average, because a rounding of bf16 may choose another block; NSA chooses too few blocks for that."""
+    sizes = Sizes(2, 256, 128, 300, 1024)
+    layers = of_layers(pattern, 2, sizes.heads, 1024, window=256, block=64)
+    torch.manual_seed(0)
+    attentions = [attention_over(each.to(DEVICE), "sparseflash") for each in layers]
+    model = LanguageModel(sizes, attentions, dtype=dtype).to(DEVICE).eval()
+    ids = torch.randint(300, (2, 1024), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    kept = remembered(model, [pattern] * 2, 2, 1024, window=256, block=64)
+    found, expected = [next_scores(model, ids[:, :1000], kept)], [model.scores(ids, 999)[:, :300]]
+    for place in range(1000, 1024):
+        found.append(next_scores(model, ids[:, place : place + 1], kept))
+        expected.append(model.scores(ids, place)[:, :300])
+    off, size = ((torch.stack(found) - torch.stack(expected)).abs().mean(), torch.stack(expected).abs().mean())
+    assert off < 0.02 * size, (off, size)
