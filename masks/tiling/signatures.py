@@ -83,7 +83,8 @@ def by_name(function: Callable[P, T]) -> Callable[P, T]:
         ...
     TypeError: window_of must be given q_len and k_len by position and the rest by name (window=); got window_size=.
     """
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     most, known = len(positional), frozenset(p.name for p in parameters)
     expected = f"{' and '.join(positional)} by position"
@@ -99,4 +100,5 @@ def by_name(function: Callable[P, T]) -> Callable[P, T]:
             raise TypeError(f"{called.__name__} must be given {expected}; got {unknown}=.")
         return function(*args, **kwargs)
 
+    called.__signature__ = signature  # type: ignore[attr-defined]  # or `is_rule` would look for it at every call
     return called

@@ -21,13 +21,14 @@ def to_device(arrays: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """
     if device.type == "cpu" or any(x.device.type != "cpu" for x in arrays) or is_faking():
         return [x.to(device) for x in arrays]
-    starts, total = [], 0
+    sizes: list[int] = []  # of an array, and of the space behind it
     for x in arrays:
-        starts.append(total)
-        total += -(-x.numel() // _ALIGNED) * _ALIGNED
-    buffer = np.empty(total, dtype=np.int32)
-    for start, x in zip(starts, arrays, strict=True):
-        buffer[start : start + x.numel()] = x.detach().reshape(-1).numpy()
+        sizes += x.numel(), -x.numel() % _ALIGNED
+    buffer = np.empty(sum(sizes), dtype=np.int32)
+    start = 0
+    for x, size, space in zip(arrays, sizes[::2], sizes[1::2], strict=True):
+        buffer[start : start + size] = x.detach().numpy().reshape(-1)
+        start += size + space
     # A copy from pageable memory has read its source when it returns, so `buffer` may be freed.
-    there = torch.from_numpy(buffer).to(device, non_blocking=True)
-    return [there[start : start + x.numel()].view(x.shape) for start, x in zip(starts, arrays, strict=True)]
+    parts = torch.from_numpy(buffer).to(device, non_blocking=True).split(sizes)[::2]
+    return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]

@@ -1,9 +1,10 @@
+import contextlib
 import heapq
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.speed import patterns
@@ -12,11 +13,13 @@ from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule import plan as planning
-from sparseflash.backends.triton.schedule import worklists
+from sparseflash.backends.triton.schedule import retiling, worklists
 from sparseflash.backends.triton.schedule.plan import dense_plan
 from sparseflash.backends.triton.schedule.worklists import start_order
-from sparseflash.blockmask.cache import mask_cache
+from sparseflash.blockmask import csr
+from sparseflash.blockmask.cache import clear_caches, mask_cache
 from tests.backends.triton.plans import plan
+from tests.drawn.dynamic_masks import made_dynamic
 from tests.drawn.masks import block_masks
 
 
@@ -157,6 +160,36 @@ def test_a_mask_from_the_host_is_planned_there_with_the_same_result(mask, kv_hea
             a, b = getattr(ours, name), getattr(theirs, name)
             assert (a is None and b is None) or torch.equal(a, b)
         assert ours.words.data_ptr() == moved.words.data_ptr()  # the bits are on the device once
+
+
+@given(
+    block_masks(most_tokens=130, blocks=(16, 32), batch=2, heads=4), st.sampled_from([1, 2, 4]),
+    st.none() | st.integers(0, 99),
+)  # fmt: skip
+@example(masks.random_blocks(2100, count=2, block=16, seed=1), 1, None)  # more items than are sorted exactly
+def test_numpy_plans_as_operations_do(mask, kv_heads, seed):
+    if seed is not None:
+        mask = made_dynamic(mask, seed)
+    found = []
+    for on_host in (True, False):
+        with contextlib.ExitStack() as stack:
+            for of in (csr, worklists, planning, retiling):
+                stack.enter_context(mock.patch.object(of, "are_on_host", return_value=on_host))
+            clear_caches()
+            made = plan(mask, 2, 4, kv_heads)
+            lists = [made.worklist(axis, tile) for axis, tile in ((0, 16), (1, 16), (0, mask.block_q))]
+            counts = []
+            if seed is None:
+                other = made.lists.retiling
+                for axis in (0, 1):
+                    counts += [other.count(axis, each) for each in other.candidates(axis, (64, 64), (64, 64))]
+        found.append((lists, counts))
+    (ours, our_counts), (theirs, their_counts) = found
+    assert our_counts == their_counts
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("work", "index", "tile", "words", "merged"):
+            a, b = getattr(one, name), getattr(other, name)
+            assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def test_what_is_planned_on_the_host_is_copied_once_for_each_worklist():

@@ -18,9 +18,9 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.device import refuse_to_record, runs_kernels
 from sparseflash.backends.triton.overrides import overrides
-from sparseflash.backends.triton.schedule import fused
+from sparseflash.backends.triton.schedule import fused, host_plan
 from sparseflash.backends.triton.schedule.retiling import Retiling
-from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of
+from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of, may_be_cut
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, usual_warps
 from sparseflash.backends.triton.schedule.work_item import WorkItem
 from sparseflash.backends.triton.schedule.worklists import (
@@ -28,12 +28,13 @@ from sparseflash.backends.triton.schedule.worklists import (
     Worklist,
     check_number_of_items,
     full_first,
+    is_exact,
     start_order,
     with_trailing_zero,
 )
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.cache import BoundedDict, MaskCache, bounded, mask_cache
-from sparseflash.blockmask.csr import columns_of
+from sparseflash.blockmask.csr import are_on_host, columns_of
 from sparseflash.blockmask.transfer import to_device
 
 T = TypeVar("T")
@@ -152,25 +153,24 @@ class Plan:
             lists = lists.to(self.device)
         lists.ready.wait()
         held, streamed, _ = lists.tiling
-        items = _items(lists, pattern.reshape(shape), tokens[axis], tile)
-        group = shape[-1]
-        cuts = cuts_of(
-            items.size,
-            count,
-            streamed,
-            tile,
-            resident,
-            overrides().splits,
-            most=-(-tokens[1 - axis] // streamed) * group,
-            total=(len(lists.tile) - 1) * group * (held // tile) if self.lists.patterns == 1 else None,
-            each=None if lists.each is None else lists.each * group,
-            may_wait=self.lists.may_wait,
-        )
-        parts, merged = 0, None
-        if cuts is not None:
-            items, merged = cut_items(items, cuts)
-            parts = cuts.parts
-        made = Worklist(_in_start_order(items, lists), lists.index, lists.tile, lists.words, parts, merged)
+        group, splits = shape[-1], overrides().splits
+        most = -(-tokens[1 - axis] // streamed) * group
+        total = (len(lists.tile) - 1) * group * (held // tile) if self.lists.patterns == 1 else None
+        of_call, parts, merged = pattern.reshape(shape), 0, None
+        is_cut = may_be_cut(streamed, tile, resident, splits, most=most, total=total)
+        if not is_cut and is_exact(batch * shape[1] * count) and are_on_host(of_call, lists.start):
+            work = host_plan.work_of(lists, of_call, tokens[axis], tile)
+        else:
+            items = _items(lists, of_call, tokens[axis], tile)
+            cuts = cuts_of(
+                items.size, count, streamed, tile, resident, splits,
+                each=None if lists.each is None else lists.each * group, may_wait=self.lists.may_wait,
+            ) if is_cut else None  # fmt: skip
+            if cuts is not None:
+                items, merged = cut_items(items, cuts)
+                parts = cuts.parts
+            work = _in_start_order(items, lists)
+        made = Worklist(work, lists.index, lists.tile, lists.words, parts, merged)
         return made.to(self.device)
 
 

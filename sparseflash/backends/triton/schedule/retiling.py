@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, War
 from sparseflash.backends.triton.schedule.worklists import TileLists, full_first
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.cache import once
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.csr import are_on_host, row_of_entry
 
 
 class Retiling:
@@ -53,14 +54,20 @@ class Retiling:
     def _count(self, axis: int, tiling: Tiling) -> int:
         indptr, indices, _ = self._arrays
         blocks = [-(-n // b) for n, b in zip(self._lengths, self._block, strict=True)]
-        rows = row_of_entry(indptr, len(indices))
-        place = rows % blocks[0], indices.long()
+        if are_on_host(indptr, indices):
+            xp: Any = np
+            rows: Any = indptr.numpy()[1:].searchsorted(np.arange(len(indices)), side="right")
+            place: Any = (rows % blocks[0], indices.numpy())
+        else:
+            xp = torch
+            rows = row_of_entry(indptr, len(indices))
+            place = rows % blocks[0], indices.long()
         held = rows // blocks[0] * blocks[axis] + place[axis] // (tiling.held // self._block[axis])
         streamed = place[1 - axis] // ((tiling.gathered or tiling.streamed) // self._block[1 - axis])
-        found = torch.unique(held * blocks[1 - axis] + streamed)
+        found = xp.unique(held * blocks[1 - axis] + streamed)
         if not tiling.gathered:
             return len(found)
-        each = torch.bincount(found // blocks[1 - axis])
+        each = xp.bincount(found // blocks[1 - axis])
         return int((-(-each // (tiling.streamed // tiling.gathered))).sum())
 
     def _lists(self, axis: int, tiling: Tiling) -> TileLists:

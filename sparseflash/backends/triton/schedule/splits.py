@@ -85,23 +85,37 @@ class Cuts(NamedTuple):
         return self.total - (len(self.chunks) - self.cut)
 
 
+def may_be_cut(
+    block: int, held: int, resident: int, rule: SplitRule, *, most: int, total: int | None
+) -> bool:  # fmt: skip
+    """Whether some item may be cut; otherwise `cuts_of` cuts none. most: an upper bound of all sizes. total: tiles of a
+    head, if known.
+    """
+    return most > rule.worth * max(
+        _shortest(block, held, rule), 0 if total is None else total // _slots(resident, rule)
+    )
+
+
+def _shortest(block: int, held: int, rule: SplitRule) -> int:
+    return -(-rule.shortest(held) // block)
+
+
+def _slots(resident: int, rule: SplitRule) -> int:
+    return rule.multiprocessors * resident // rule.heads
+
+
 def cuts_of(
-    size: Tensor, tiles: int, block: int, held: int, resident: int, rule: SplitRule, *, most: int, total: int | None,
-    each: int | None, may_wait: bool,
+    size: Tensor, tiles: int, block: int, held: int, resident: int, rule: SplitRule, *, each: int | None,
+    may_wait: bool,
 ) -> Cuts | None:  # fmt: skip
     """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None if no item is.
 
     tiles: the consecutive items of one head. held: the tokens that the program of an item holds. resident: programs per
-    SM at a time. each: the number of tiles of every item, if the same for all and known on the host. most: an upper
-    bound of all sizes. total: tiles of a head, if known.
+    SM at a time. each: the number of tiles of every item, if the same for all and known on the host.
 
-    The result needs totals on the host: from `each`, or copied from the device if `may_wait`, unless `most` and `total`
-    show that no item is cut; else no item is cut.
+    The result needs totals on the host: from `each`, or copied from the device if `may_wait`; else no item is cut.
     """
-    slots = rule.multiprocessors * resident // rule.heads
-    shortest = -(-rule.shortest(held) // block)
-    if most <= rule.worth * max(shortest, 0 if total is None else total // slots):
-        return None
+    slots, shortest = _slots(resident, rule), _shortest(block, held, rule)
     if each is not None:
         items = len(size)
         pieces = int(_chunks(torch.full((1, tiles), each, device="cpu"), slots, shortest, rule)[0, 0])

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.schedule import host_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.csr import are_on_host, row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.blockmask.transfer import to_device
 from sparseflash.limits import check_count
@@ -65,7 +66,9 @@ class Worklist:
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        ready = ReadyEvent((self.work, self.index, self.tile, self.words, self.merged))
+        # A list that is still on the host will be copied, and the copy has the event.
+        is_there = self.work.device == self.words.device
+        ready = ReadyEvent((self.work, self.index, self.tile, self.words, self.merged) if is_there else ())
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> Worklist:
@@ -88,6 +91,8 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
 
     Entries past the last row, the unused capacity of a dynamic mask, are not moved.
     """
+    if are_on_host(indptr, index, tile):
+        return TileLists(*host_plan.full_first(indptr, index, tile), words, tiling)
     partial = tile > 0
     part = torch.add(partial, row_of_entry(indptr, len(index)), alpha=2).clamp_(max=2 * (len(indptr) - 1))
     order = torch.sort(part, stable=True).indices
