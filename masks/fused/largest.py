@@ -11,7 +11,8 @@ from sparseflash.backends.triton.launcher import launches_of
 
 _SIZE = 2048  # scores of a row that are read at once
 _SHORT = 2048  # scores of a row that are in registers
-_IN_REGISTERS = 4096  # scores of a program
+_IN_REGISTERS = 4096  # scores of a program of four warps
+_OF_A_WARP = 512  # where rows are no longer than twice this: a warp alone needs no barrier in each of 32 steps
 _WIDEST = 8192  # scores of a row that are in registers with all warps
 
 
@@ -32,9 +33,12 @@ def write_largest(
     lists, rows, count = scores.shape
     if count <= _SHORT:
         size = max(16, 1 << (count - 1).bit_length())
-        _short_kernel(index.device, size, index.data_ptr() % 16, scores.data_ptr() % 16).start(
-            -(-lists * rows * size // _IN_REGISTERS), scores, begins, stops, index, lists, rows, count, index.shape[1],
-            start, index.shape[2], first, last, _IN_REGISTERS // size, size,
+        of_a_warp = size <= 2 * _OF_A_WARP
+        rows_of = max(1, (_OF_A_WARP if of_a_warp else _IN_REGISTERS) // size)
+        kernel = _shorter_kernel if of_a_warp else _short_kernel
+        kernel(index.device, size, index.data_ptr() % 16, scores.data_ptr() % 16).start(
+            -(-lists * rows // rows_of), scores, begins, stops, index, lists, rows, count, index.shape[1], start,
+            index.shape[2], first, last, rows_of, size,
         )  # fmt: skip
         return
     k = index.shape[2]
@@ -204,16 +208,16 @@ def short_kernel(
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Finds the k-th largest key of each of ROWS rows, its bits from the highest on; lists what is not below it."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # fewer than 2^31: a division in 64 bits takes long
     number = tl.arange(0, SIZE)[None, :]
     exists = row < lists * rows
-    at = start + row % rows
+    in_list, at = row // rows, start + row % rows
     begin = tl.load(begins_ptr + at, mask=exists, other=0)[:, None]
     stop = tl.minimum(tl.load(stops_ptr + at, mask=exists, other=0), count)[:, None]
-    key, live = _keys(scores_ptr + (row * count)[:, None], number, begin, stop, first, last)
+    key, live = _keys(scores_ptr + (row.to(tl.int64) * count)[:, None], number, begin, stop, first, last)
     key = tl.where(live, key, 0)
     take = _taken(key, live, _kth(key, k, ROWS), k)
-    index_ptr += ((row // rows * all_rows + at) * k)[:, None]
+    index_ptr += ((in_list.to(tl.int64) * all_rows + at) * k)[:, None]
     tl.store(index_ptr + tl.cumsum(take, 1) - take, tl.broadcast_to(number, take.shape), mask=take > 0)
     taken = tl.sum(take, 1)[:, None]
     for slot in range(0, k, SIZE):
@@ -225,3 +229,4 @@ def short_kernel(
 
 _kernel = launches_of(largest_kernel, num_warps=8, num_stages=2)
 _short_kernel = launches_of(short_kernel, num_warps=4, num_stages=1)
+_shorter_kernel = launches_of(short_kernel, num_warps=1, num_stages=1)

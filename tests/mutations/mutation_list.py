@@ -144,8 +144,8 @@ MUTATIONS = [
     Mutation(
         "chosen blocks: entries are placed behind their own",
         "sparseflash/backends/triton/selected/block_lists.py",
-        "(query[None, :] < query[:, None])",
-        "(query[None, :] <= query[:, None])",
+        "- 1  # the bits below this query's",
+        "* 2 - 1  # the bits below this query's",
         "tests/selection/test_selection_blocks.py::test_the_lists_of_blocks_are_in_the_order_of_queries",
     ),
     Mutation(

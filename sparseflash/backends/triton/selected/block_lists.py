@@ -1,5 +1,8 @@
 """For each block of keys, the queries that have chosen it, in ascending order, without a sort.
 
+A bit says whether a query has chosen a block; so the order in which programs set bits does not matter. An entry's place
+is the number of entries of earlier blocks, and of earlier queries with this block.
+
 An entry is `query << slot_bits(choices) | slot`: the block is there in the query's list.
 """
 
@@ -13,8 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.launcher import OPTIONS
+from sparseflash.backends.triton.selected.places import count_kernel, ones
 
-_QUERIES, _BLOCKS = 128, 64  # of a tile
+_QUERIES = 128  # of a tile of the kernel that chooses
+_WORDS = 32  # of 32 queries each, whose bits are counted at once
+_ENTRIES = 128  # of a program
+_SCRATCH = 256 << 20  # bytes for the bits of some pairs
 
 
 def slot_bits(choices: int) -> int:
@@ -56,16 +63,28 @@ def chosen_of(index: Tensor, blocks: int, span: int, k_len: int, causal: bool) -
 def transposed(chosen: Chosen, blocks: int) -> Transposed:
     """The lists of blocks of the lists of queries."""
     pairs, q_len, choices = chosen.blocks.shape
-    device, tiles = chosen.blocks.device, -(-q_len // _QUERIES)
-    counts = torch.empty(pairs * blocks * tiles, dtype=torch.int32, device=device)
-    entries = torch.zeros(chosen.blocks.numel(), dtype=torch.int32, device=device)
-    numbers = (q_len, choices, blocks, tiles, _QUERIES)
-    count_kernel[(pairs * tiles,)](chosen.blocks, counts, *numbers, _BLOCKS, num_warps=4, **OPTIONS)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    fill_kernel[(pairs * tiles,)](
-        chosen.blocks, counts, ends, entries, *numbers, slot_bits(choices), num_warps=4, **OPTIONS
-    )
-    return Transposed(entries, ends[tiles - 1 :: tiles].contiguous())
+    device, groups = chosen.blocks.device, -(-q_len // (32 * _WORDS))
+    at_once = min(pairs, max(1, _SCRATCH // (4 * blocks * groups * _WORDS)))
+    bits = torch.empty(at_once * blocks * groups, _WORDS, dtype=torch.int32, device=device)
+    counts = torch.empty(len(bits), dtype=torch.int32, device=device)
+    entries = torch.empty(chosen.blocks.numel(), dtype=torch.int32, device=device)
+    ends = torch.empty(pairs * blocks, dtype=torch.int32, device=device)
+    before: Tensor | None = None
+    for first in range(0, pairs, at_once):
+        some = chosen.blocks[first : first + at_once]
+        rows, numbers = len(some) * blocks * groups, (q_len, choices, blocks, groups, some.numel())
+        programs = (-(-some.numel() // _ENTRIES),)
+        mark_kernel[programs](some, bits[:rows].zero_(), *numbers, _WORDS, _ENTRIES, num_warps=4, **OPTIONS)
+        count_kernel[(-(-rows // 64),)](bits, counts, rows, _WORDS, 64, num_warps=4, **OPTIONS)
+        sums = counts[:rows].cumsum(0, dtype=torch.int32)
+        if before is not None:
+            sums += before
+        place_kernel[programs](
+            some, bits, counts, sums, entries, *numbers, slot_bits(choices), _WORDS, _ENTRIES, num_warps=4, **OPTIONS
+        )
+        ends[first * blocks : (first + len(some)) * blocks] = sums[groups - 1 :: groups]
+        before = sums[-1:]
+    return Transposed(entries, ends)
 
 
 def items_of(ends: Tensor, first: int, count: int, entries: int, size: int) -> tuple[Tensor, Tensor]:
@@ -104,41 +123,42 @@ def choose_kernel(
     tl.store(counts_ptr + pair * q_len + query, count, mask=query < q_len)
 
 
-@triton.jit(do_not_specialize=["q_len", "choices", "blocks", "tiles"])
-def count_kernel(
-    chosen_ptr,  # see Chosen
-    counts_ptr,  # int32 [pairs, blocks, tiles], written
-    q_len, choices, blocks, tiles, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+@triton.jit
+def _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES: tl.constexpr, WORDS: tl.constexpr):
+    """For each entry of a program: `(query, slot, place of its block's bits of this group of queries, is a block)`."""
+    at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    block = tl.load(chosen_ptr + at, mask=(at >= 0) & (at < count), other=-1)  # below 0: past 2^31
+    row = at // choices
+    query = row % q_len
+    block_of_all = (row // q_len).to(tl.int64) * blocks + tl.maximum(block, 0)
+    return query, at % choices, block_of_all * groups + query // (32 * WORDS), block >= 0
+
+
+@triton.jit(do_not_specialize=["q_len", "choices", "blocks", "groups", "count"])
+def mark_kernel(
+    chosen_ptr,  # see Chosen: the lists of some pairs
+    bits_ptr,  # int32 [pairs, blocks, groups, WORDS], zeros
+    q_len, choices, blocks, groups, count, WORDS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Counts the queries of a tile that have chosen each block."""
-    pair, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    query = tile * QUERIES + tl.arange(0, QUERIES)
-    chosen_ptr += (pair * q_len + query) * choices
-    for first in range(0, blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        live = tl.zeros([QUERIES, BLOCKS], tl.int32)
-        for slot in range(0, choices):
-            chosen = tl.load(chosen_ptr + slot, mask=query < q_len, other=-1)
-            live = live | (chosen[:, None] == block[None, :]).to(tl.int32)
-        tl.store(counts_ptr + (pair * blocks + block) * tiles + tile, tl.sum(live, 0), mask=block < blocks)
+    """Sets the bits of some entries."""
+    query, _, group, live = _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES, WORDS)
+    bit = (tl.full([ENTRIES], 1, tl.int32) << (query % 32)).to(tl.int32)
+    tl.atomic_or(bits_ptr + group * WORDS + query // 32 % WORDS, bit, mask=live, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["q_len", "choices", "blocks", "tiles"])
-def fill_kernel(
-    chosen_ptr, counts_ptr, ends_ptr,  # as in count_kernel; int32 [pairs, blocks, tiles], the running sums of counts
+@triton.jit(do_not_specialize=["q_len", "choices", "blocks", "groups", "count"])
+def place_kernel(
+    chosen_ptr, bits_ptr, counts_ptr,  # as in mark_kernel and count_kernel
+    sums_ptr,  # int32 [pairs, blocks, groups]: the running sums of counts, with those of earlier pairs
     entries_ptr,  # see Transposed, written
-    q_len, choices, blocks, tiles, QUERIES: tl.constexpr, BITS: tl.constexpr,
+    q_len, choices, blocks, groups, count, BITS: tl.constexpr, WORDS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the entries of the queries of a tile: each behind those of earlier queries with the same block."""
-    pair, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    query = tile * QUERIES + tl.arange(0, QUERIES)
-    chosen_ptr += (pair * q_len + query) * choices
-    for slot in range(0, choices):
-        block = tl.load(chosen_ptr + slot, mask=query < q_len, other=-1)
-        at = (pair * blocks + tl.maximum(block, 0)) * tiles + tile
-        place = tl.load(ends_ptr + at) - tl.load(counts_ptr + at)
-        for each in range(0, choices):
-            found = tl.load(chosen_ptr + each, mask=query < q_len, other=-1)
-            same = (found[None, :] == block[:, None]) & (query[None, :] < query[:, None])
-            place += tl.sum(same.to(tl.int32), 1)
-        tl.store(entries_ptr + place, (query << BITS) | slot, mask=block >= 0)
+    """Writes some entries, each behind those of earlier queries with the same block."""
+    query, slot, group, live = _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES, WORDS)
+    place = tl.load(sums_ptr + group, mask=live, other=0) - tl.load(counts_ptr + group, mask=live, other=0)
+    word = tl.arange(0, WORDS)[None, :]
+    own = (query // 32 % WORDS)[:, None]
+    words = tl.load(bits_ptr + (group * WORDS)[:, None] + word, mask=live[:, None] & (word <= own), other=0)
+    earlier = (tl.full([ENTRIES], 1, tl.int32) << (query % 32)).to(tl.int32) - 1  # the bits below this query's
+    place += tl.sum(ones(tl.where(word == own, words & earlier[:, None], words)), 1)
+    tl.store(entries_ptr + place, (query << BITS) | slot, mask=live)
