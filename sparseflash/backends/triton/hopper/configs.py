@@ -155,6 +155,7 @@ class DkDvConfig(NamedTuple):
     has_dk: bool = True
     has_dv: bool = True
     early: bool = False  # whether dP is multiplied before the exponentials
+    apart: bool = False  # whether one warpgroup has dk, and the other dv
     programs: int = 1  # of a multiprocessor; with several, each has one warpgroup that multiplies
     registers: int = 240  # of the second warpgroup; the first has what is left
     loader_registers: int = 24
@@ -171,6 +172,8 @@ class DkDvConfig(NamedTuple):
     def shared_memory(self) -> int:
         dim, v_dim = sum(self.dims), sum(self.v_dims)
         of_keys = self.groups * ROWS * (dim + (v_dim if self.has_dk else 0))
+        if self.apart:
+            of_keys = ROWS * (dim + v_dim + ROWS)
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
         return 2 * (of_keys + of_queries) + 8 * ROWS * self.q_stages + _BARRIERS
 
@@ -252,23 +255,20 @@ _STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))  # tried, of queries and dout, or of 
 
 
 def dkdv_configs_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> list[DkDvConfig]:
-    """The configurations of the kernel for dk and dv: one for both, or one for dk and one for dv if their accumulators
-    leave too few registers.
+    """The configuration of the kernel for dk and dv.
 
-    >>> [len(dkdv_configs_for(*dims)) for dims in ((192, 128), (192, 192), (256, 256))]
-    [1, 2, 2]
+    >>> [dkdv_configs_for(*dims)[0].apart for dims in ((192, 128), (192, 192), (256, 256))]
+    [False, True, True]
     >>> dkdv_configs_for(128, 128, SMALL)[0][2:4]
     (2, 2)
     """
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     most = MOST_CHANNELS_IN_PIECES if dims[1] and v_dims[1] else MOST_CHANNELS
     both = sum(dims) + sum(v_dims) <= most
-    programs, found = 2 if tile == SMALL else 1, []
-    for has_dk, has_dv in [(True, True)] if both else [(True, False), (False, True)]:
-        early = has_dk and sum(dims) + (sum(v_dims) if has_dv else 0) <= 256
-        tried = (DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early, programs) for stages in _STAGES)
-        found.append(next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs]))
-    return found
+    programs = 2 if tile == SMALL else 1
+    early = sum(dims) + sum(v_dims) <= 256
+    tried = (DkDvConfig(dims, v_dims, *stages, True, True, early, not both, programs) for stages in _STAGES)
+    return [next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs])]
 
 
 def dq_config_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> DqConfig:

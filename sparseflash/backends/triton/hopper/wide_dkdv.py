@@ -45,6 +45,20 @@ from sparseflash.backends.triton.persistent.backward_plan import ENTRY, ENTRY_RO
 OF_GROUP = gl.constexpr(128)  # threads of a warpgroup; each arrives by itself when it has read a stage
 
 
+@gluon.constexpr_function
+def layout_of_bits(ROWS):
+    """The layout of products of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its
+    scores.
+    """
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [ROWS, ROWS // 32, 32],
+    )
+
+
 @gluon.jit
 def loader(
     loads, GROUPS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
@@ -121,14 +135,7 @@ def consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
-    # The layout S of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its scores.
-    BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [ROWS, ROWS // 32, 32],
-    )
+    BITS: gl.constexpr = layout_of_bits(ROWS)
     PENDING: gl.constexpr = 0 if dv_ptr is None else 1 if DV_REST == 0 else 2  # products of dv under dP
     step, turn = 0, 0
     begin, end = items_of_program(start_ptr)

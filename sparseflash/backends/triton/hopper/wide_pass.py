@@ -26,6 +26,7 @@ from sparseflash.backends.triton.hopper.configs import (
 from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
 from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
 from sparseflash.backends.triton.hopper.rows import begin_kernel
+from sparseflash.backends.triton.hopper.wide_apart import wide_apart_kernel
 from sparseflash.backends.triton.hopper.wide_dkdv import wide_dkdv_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
 from sparseflash.backends.triton.launch.launches import (
@@ -116,11 +117,13 @@ class WideBackwardLayout(BackwardLayout):
             "GROUPS": config.groups, "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest,
             "PADDED_D": padded(first + rest), "PADDED_DV": padded(v_first + v_rest), "DIM": read["q"].shape[-1],
             "V_DIM": read["dout"].shape[-1], "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
-            "EARLY": config.early, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
+        if not config.apart:
+            constants["EARLY"] = config.early
         given = {name: x for name, x in {**tiles, **examples}.items() if name not in left_out}
         return launch_of(
-            wide_dkdv_kernel, constants, numbers, given, device, described,
+            wide_apart_kernel if config.apart else wide_dkdv_kernel, constants, numbers, given, device, described,
             bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=4, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
