@@ -188,7 +188,7 @@ def consumer_of_values(
     tiles_s, rests_s, bars, lists, _, _, parts_ptr, sizes, written = reads
     q_s, dout_s, _, v_s, rows_s, _, weights_s = tiles_s
     q_rest_s, dout_rest_s, _, v_rest_s = rests_s
-    q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
+    _, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
     _, scale, kv_heads, k_len = sizes
     dk_ptr, dk_strides, _, _ = written
     start_ptr, work_ptr, _ = lists
