@@ -30,7 +30,7 @@ from sparseflash.backends.triton.hopper.configs import (
     SMALL,
     backward_config_for,
     config_for,
-    dkdv_configs_for,
+    dkdv_config_for,
     dq_config_for,
     tile_for,
 )
@@ -130,7 +130,8 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     if kind.backward:
         for tile, in_two in {_backward_form(kind, each) for each in examples}:
             if in_two:
-                expected["wide_dkdv_kernel"] = dkdv_configs_for(*dims, tile)[0].start_registers
+                of_keys = dkdv_config_for(*dims, tile)
+                expected["wide_apart_kernel" if of_keys.apart else "wide_dkdv_kernel"] = of_keys.start_registers
                 expected["wide_dq_kernel"] = dq_config_for(*dims, tile).start_registers
             else:
                 expected["backward_kernel"] = backward_config_for(*dims).start_registers

@@ -170,8 +170,7 @@ class Barriers:
     """mbarriers in shared memory, and the barriers that PTX knows by a number."""
 
     def __init__(self, world):
-        self.world = world
-        self.named = {}
+        self.world, self.named = world, world.named
 
     def wait(self, bar, phase):
         self.world.pause(lambda: bar.phase != phase)

@@ -66,6 +66,7 @@ class World:
     def __init__(self, draw, threads):
         self.draw, self.threads = draw, threads
         self.actors, self.copies, self.fenced = [], [], []
+        self.named = {}  # arrivals at the barriers that PTX knows by a number, and how often each has opened
         self.ended, self.error, self.stopped = _taken_lock(), None, False
 
     def add(self, run, program, programs):
@@ -80,6 +81,7 @@ class World:
             if self.error is not None:
                 raise self.error
             assert not self.copies, "a program ends before its copies"
+            assert not any(arrived for arrived, _ in self.named.values()), "a program ends with arrivals at a barrier"
         finally:
             self.stopped = True
             for actor in self.actors:

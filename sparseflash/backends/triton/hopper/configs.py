@@ -148,17 +148,14 @@ class BackwardConfig(NamedTuple):
 
 
 class DkDvConfig(NamedTuple):
-    """The tuning parameters of the kernel for dk and dv of wide heads or blocks of 64, which computes one of them or
-    both.
-    """
+    """The tuning parameters of the kernels for dk and dv of wide heads or blocks of 64."""
 
     dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
     v_dims: tuple[int, int]
     q_stages: int
     dout_stages: int
-    has_dk: bool = True
-    has_dv: bool = True
     early: bool = False  # whether dP is multiplied before the exponentials
+    apart: bool = False  # whether one warpgroup has dk, and the other dv, of the same ROWS keys
     programs: int = 1  # of a multiprocessor; with several, each has one warpgroup that multiplies
     registers: int = 240  # of the second warpgroup; the first has what is left
     loader_registers: int = 24
@@ -174,7 +171,7 @@ class DkDvConfig(NamedTuple):
     @property
     def shared_memory(self) -> int:
         dim, v_dim = sum(self.dims), sum(self.v_dims)
-        of_keys = self.groups * ROWS * (dim + (v_dim if self.has_dk else 0))
+        of_keys = ROWS * (dim + v_dim + ROWS) if self.apart else self.groups * ROWS * (dim + v_dim)
         of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
         return 2 * (of_keys + of_queries) + 8 * ROWS * self.q_stages + _BARRIERS
 
@@ -272,24 +269,19 @@ WIDE_KEYS = 64  # of a step of the kernel for dq of wider heads
 _STAGES = ((3, 3), (3, 2), (2, 2), (2, 1))  # tried, of queries and dout, or of keys and values
 
 
-def dkdv_configs_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> list[DkDvConfig]:
-    """The configurations of the kernel for dk and dv: one for both, or one for dk and one for dv if their accumulators
-    leave too few registers.
+def dkdv_config_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> DkDvConfig:
+    """The configuration of the kernel for dk and dv: apart if their accumulators leave a warpgroup too few registers.
 
-    >>> [len(dkdv_configs_for(*dims)) for dims in ((192, 128), (192, 192), (256, 256))]
-    [1, 2, 2]
-    >>> dkdv_configs_for(128, 128, SMALL)[0][2:4]
+    >>> [dkdv_config_for(*dims).apart for dims in ((192, 128), (192, 192), (256, 256))]
+    [False, True, True]
+    >>> dkdv_config_for(128, 128, SMALL)[2:4]
     (2, 2)
     """
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     most = MOST_CHANNELS_IN_PIECES if dims[1] and v_dims[1] else MOST_CHANNELS
-    both = sum(dims) + sum(v_dims) <= most
-    programs, found = 2 if tile == SMALL else 1, []
-    for has_dk, has_dv in [(True, True)] if both else [(True, False), (False, True)]:
-        early = has_dk and sum(dims) + (sum(v_dims) if has_dv else 0) <= 256
-        tried = (DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early, programs) for stages in _STAGES)
-        found.append(next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs]))
-    return found
+    channels, programs = sum(dims) + sum(v_dims), 2 if tile == SMALL else 1
+    tried = (DkDvConfig(dims, v_dims, *stages, channels <= 256, channels > most, programs) for stages in _STAGES)
+    return next(each for each in tried if each.shared_memory <= MOST_MEMORY[programs])
 
 
 def dq_config_for(head_dim: int, value_dim: int, tile: tuple[int, int] = BLOCK) -> DqConfig:

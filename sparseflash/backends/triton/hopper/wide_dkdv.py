@@ -10,7 +10,7 @@ P and dS go from registers to the products with dO and Q, so the warpgroups exch
 exponentials: at D=192, Dv=128 dk and dv take 160 registers of a thread, and S and dP together would leave too few. The
 products of one warpgroup run under the exponentials of the other.
 
-Where dk and dv do not fit together, the kernel runs twice, for dv alone and for dk alone.
+Where dk and dv do not fit together, `wide_apart.py` gives each to a warpgroup.
 
 A tile of the lists has GROUPS * ROWS queries and as many keys. For a mask in blocks of 64 x 64, whose neighbouring
 columns see different queries, GROUPS is 1, and a multiprocessor runs two programs: the products of one run under the
@@ -43,6 +43,20 @@ from sparseflash.backends.triton.hopper.wide_steps import (
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
 
 OF_GROUP = gl.constexpr(128)  # threads of a warpgroup; each arrives by itself when it has read a stage
+
+
+@gluon.constexpr_function
+def layout_of_bits(ROWS):
+    """The layout of products of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its
+    scores.
+    """
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [ROWS, ROWS // 32, 32],
+    )
 
 
 @gluon.jit
@@ -82,13 +96,10 @@ def loader(
                     key = first_k + c * ROWS
                     # The last products of the previous item with its keys and values.
                     mbarrier.wait(kv_empty.index(c), (turn & 1) ^ 1)
-                    if v_desc is None:
-                        mbarrier.expect(bar, bytes_of(k_desc, k_rest_desc))
-                    else:
-                        mbarrier.expect(bar, bytes_of(k_desc, k_rest_desc) + bytes_of(v_desc, v_rest_desc))
-                        async_load(v_desc, [batch, kv_head, key, 0], bar, v_s.index(c))
-                        if v_rest_desc is not None:
-                            async_load(v_rest_desc, [batch, kv_head, key, DV], bar, v_rest_s.index(c))
+                    mbarrier.expect(bar, bytes_of(k_desc, k_rest_desc) + bytes_of(v_desc, v_rest_desc))
+                    async_load(v_desc, [batch, kv_head, key, 0], bar, v_s.index(c))
+                    if v_rest_desc is not None:
+                        async_load(v_rest_desc, [batch, kv_head, key, DV], bar, v_rest_s.index(c))
                     async_load(k_desc, [batch, kv_head, key, 0], bar, k_s.index(c))
                     if k_rest_desc is not None:
                         async_load(k_rest_desc, [batch, kv_head, key, D], bar, k_rest_s.index(c))
@@ -121,15 +132,8 @@ def consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
-    # The layout S of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its scores.
-    BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [ROWS, ROWS // 32, 32],
-    )
-    PENDING: gl.constexpr = 0 if dv_ptr is None else 1 if DV_REST == 0 else 2  # products of dv under dP
+    BITS: gl.constexpr = layout_of_bits(ROWS)
+    PENDING: gl.constexpr = 1 if DV_REST == 0 else 2  # products of dv under dP
     step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
@@ -139,20 +143,18 @@ def consumer(
         if HAS_LENGTHS:
             lengths_ptr, lengths_stride = lengths
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
-        if dk_ptr is not None:
-            dk = gl.zeros([ROWS, D], gl.float32, layout=K)
-            if D_REST > 0:
-                R: gl.constexpr = gl.NVMMADistributedLayout(
-                    version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_REST, 16]
-                )
-                dk_rest = gl.zeros([ROWS, D_REST], gl.float32, layout=R)
-        if dv_ptr is not None:
-            dv = gl.zeros([ROWS, DV], gl.float32, layout=V)
-            if DV_REST > 0:
-                W: gl.constexpr = gl.NVMMADistributedLayout(
-                    version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV_REST, 16]
-                )
-                dv_rest = gl.zeros([ROWS, DV_REST], gl.float32, layout=W)
+        dk = gl.zeros([ROWS, D], gl.float32, layout=K)
+        if D_REST > 0:
+            R: gl.constexpr = gl.NVMMADistributedLayout(
+                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_REST, 16]
+            )
+            dk_rest = gl.zeros([ROWS, D_REST], gl.float32, layout=R)
+        dv = gl.zeros([ROWS, DV], gl.float32, layout=V)
+        if DV_REST > 0:
+            W: gl.constexpr = gl.NVMMADistributedLayout(
+                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV_REST, 16]
+            )
+            dv_rest = gl.zeros([ROWS, DV_REST], gl.float32, layout=W)
         if count > 0:
             mbarrier.wait(kv_full.index(C), turn & 1)
             turn += 1
@@ -178,42 +180,35 @@ def consumer(
                 s = masked(s, words_ptr, tile, C * ROWS, i % GROUPS * ROWS, k_left, GROUPS, HAS_LENGTHS, BITS)
             p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
             weights = read_later(p.to(dtype))
-            if dk_ptr is None:
-                async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             if EARLY:
                 # Here this wait splits the code: the exponentials stay before it, and run under dP.
                 if i + 1 < count * GROUPS:
                     mbarrier.wait(q_full.index((step + 1) % Q_STAGES), ((step + 1) // Q_STAGES) & 1)
             else:
                 mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-            if dv_ptr is not None:
-                dv = plus_weighted(dv, weights, dout_s.index(dout_stage))
-                if DV_REST > 0:
-                    dv_rest = plus_weighted(dv_rest, weights, dout_rest_s.index(dout_stage))
-            if dk_ptr is not None and not EARLY:
+            dv = plus_weighted(dv, weights, dout_s.index(dout_stage))
+            if DV_REST > 0:
+                dv_rest = plus_weighted(dv_rest, weights, dout_rest_s.index(dout_stage))
+            if not EARLY:
                 dp = product(v_s.index(own), dout_s.index(dout_stage), S)
                 if DV_REST > 0:
                     dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
-            if dk_ptr is not None:
-                dp = local_mma_wait(dp, 0 if not EARLY else PENDING)
-                if not EARLY or dv_ptr is None:
-                    async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
-                if dv_ptr is not None:
-                    p = unpacked(weights)  # P in fp32 would take registers until here
-                ds = (p * (dp + of_queries(rows_s, q_stage, 1, S))).to(dtype)
-                dk = plus_weighted(dk, ds, q_s.index(q_stage))
-                if D_REST > 0:
-                    dk_rest = local_mma_wait(plus_weighted(dk_rest, ds, q_rest_s.index(q_stage)), 0)
-                dk = local_mma_wait(dk, 0)
-            # ptxas accepts no product in flight from one step to the next. The other warpgroup multiplies meanwhile.
-            if dv_ptr is not None:
-                dv = local_mma_wait(dv, 0)
-                if DV_REST > 0:
-                    dv_rest = local_mma_wait(dv_rest, 0)
-            if dk_ptr is None or (EARLY and dv_ptr is not None):
+            dp = local_mma_wait(dp, 0 if not EARLY else PENDING)
+            if not EARLY:
                 async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
-            if dk_ptr is not None:
-                async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
+            p = unpacked(weights)  # P in fp32 would take registers until here
+            ds = (p * (dp + of_queries(rows_s, q_stage, 1, S))).to(dtype)
+            dk = plus_weighted(dk, ds, q_s.index(q_stage))
+            if D_REST > 0:
+                dk_rest = local_mma_wait(plus_weighted(dk_rest, ds, q_rest_s.index(q_stage)), 0)
+            dk = local_mma_wait(dk, 0)
+            # ptxas accepts no product in flight from one step to the next. The other warpgroup multiplies meanwhile.
+            dv = local_mma_wait(dv, 0)
+            if DV_REST > 0:
+                dv_rest = local_mma_wait(dv_rest, 0)
+            if EARLY:
+                async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+            async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         if count > 0:
             async_copy.mbarrier_arrive(kv_empty.index(C), increment_count=False)
@@ -222,26 +217,22 @@ def consumer(
         part_ptr = parts_ptr
         if HAS_PARTS:
             part_ptr += gl.cast(part - 1, gl.int64) * (KEYS * (PADDED_D + PADDED_DV))  # dk, then dv
-        if dv_ptr is not None:
-            if HAS_PARTS and part > 0:
-                store_part(part_ptr + KEYS * PADDED_D, dv, C * ROWS, 0, PADDED_DV)
-                if DV_REST > 0:
-                    store_part(part_ptr + KEYS * PADDED_D, dv_rest, C * ROWS, DV, PADDED_DV)
-            else:
-                x_ptr = dv_ptr + batch * dv_strides[0] + head * dv_strides[1]
-                store_rows(dv, x_ptr, first_k, dv_strides[2], k_len, 0, V_DIM)
-                if DV_REST > 0:
-                    store_rows(dv_rest, x_ptr, first_k, dv_strides[2], k_len, DV, V_DIM)
-        if dk_ptr is not None:
-            if HAS_PARTS and part > 0:
-                store_part(part_ptr, dk, C * ROWS, 0, PADDED_D)
-                if D_REST > 0:
-                    store_part(part_ptr, dk_rest, C * ROWS, D, PADDED_D)
-            else:
-                x_ptr = dk_ptr + batch * dk_strides[0] + head * dk_strides[1]
-                store_rows(dk * scale, x_ptr, first_k, dk_strides[2], k_len, 0, DIM)
-                if D_REST > 0:
-                    store_rows(dk_rest * scale, x_ptr, first_k, dk_strides[2], k_len, D, DIM)
+        if HAS_PARTS and part > 0:
+            store_part(part_ptr + KEYS * PADDED_D, dv, C * ROWS, 0, PADDED_DV)
+            if DV_REST > 0:
+                store_part(part_ptr + KEYS * PADDED_D, dv_rest, C * ROWS, DV, PADDED_DV)
+            store_part(part_ptr, dk, C * ROWS, 0, PADDED_D)
+            if D_REST > 0:
+                store_part(part_ptr, dk_rest, C * ROWS, D, PADDED_D)
+        else:
+            x_ptr = dv_ptr + batch * dv_strides[0] + head * dv_strides[1]
+            store_rows(dv, x_ptr, first_k, dv_strides[2], k_len, 0, V_DIM)
+            if DV_REST > 0:
+                store_rows(dv_rest, x_ptr, first_k, dv_strides[2], k_len, DV, V_DIM)
+            x_ptr = dk_ptr + batch * dk_strides[0] + head * dk_strides[1]
+            store_rows(dk * scale, x_ptr, first_k, dk_strides[2], k_len, 0, DIM)
+            if D_REST > 0:
+                store_rows(dk_rest * scale, x_ptr, first_k, dk_strides[2], k_len, D, DIM)
 
 
 # Sizes are not specialised: another length or number of heads causes no recompilation.
@@ -251,10 +242,10 @@ def consumer(
 )  # fmt: skip
 def wide_dkdv_kernel(
     # As in `backward_kernel`, in boxes of ROWS tokens and D or DV channels; the same tensors in boxes of D_REST or
-    # DV_REST channels, or None. Without dk the kernel needs no values.
+    # DV_REST channels, or None.
     q_desc, k_desc, v_desc, dout_desc, q_rest_desc, k_rest_desc, v_rest_desc, dout_rest_desc,
     rows_desc,
-    dk_ptr, dv_ptr, dk_strides, dv_strides,  # as k and v, written; or None
+    dk_ptr, dv_ptr, dk_strides, dv_strides,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # as in `backward_kernel`
     parts_ptr,  # fp32 [parts, KEYS * (PADDED_D + PADDED_DV)], written: dk without `scale` and dv of parts; or None
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
@@ -268,23 +259,18 @@ def wide_dkdv_kernel(
     EARLY: gl.constexpr,  # whether dP is multiplied before the exponentials
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of all items, or one of them."""
+    """dk and dv of all items."""
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
     q_s, dout_s = tiles_of(dtype, Q_STAGES, ROWS, D), tiles_of(dtype, DOUT_STAGES, ROWS, DV)
-    k_s = tiles_of(dtype, GROUPS, ROWS, D)
+    k_s, v_s = tiles_of(dtype, GROUPS, ROWS, D), tiles_of(dtype, GROUPS, ROWS, DV)
     # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
-    v_s, q_rest_s, dout_rest_s = v_desc, q_rest_desc, dout_rest_desc
-    k_rest_s, v_rest_s = k_rest_desc, v_rest_desc
-    if v_desc is not None:
-        v_s = tiles_of(dtype, GROUPS, ROWS, DV)
+    q_rest_s, dout_rest_s, k_rest_s, v_rest_s = q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc
     if D_REST > 0:
         q_rest_s, k_rest_s = tiles_of(dtype, Q_STAGES, ROWS, D_REST), tiles_of(dtype, GROUPS, ROWS, D_REST)
     if DV_REST > 0:
-        dout_rest_s = tiles_of(dtype, DOUT_STAGES, ROWS, DV_REST)
-        if v_desc is not None:
-            v_rest_s = tiles_of(dtype, GROUPS, ROWS, DV_REST)
+        dout_rest_s, v_rest_s = tiles_of(dtype, DOUT_STAGES, ROWS, DV_REST), tiles_of(dtype, GROUPS, ROWS, DV_REST)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()

@@ -19,13 +19,14 @@ from sparseflash.backends.triton.hopper.configs import (
     ROWS,
     WIDE_KEYS,
     DkDvConfig,
-    dkdv_configs_for,
+    dkdv_config_for,
     dq_config_for,
     padded,
 )
 from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
 from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
 from sparseflash.backends.triton.hopper.rows import begin_kernel
+from sparseflash.backends.triton.hopper.wide_apart import wide_apart_kernel
 from sparseflash.backends.triton.hopper.wide_dkdv import wide_dkdv_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
 from sparseflash.backends.triton.launch.launches import (
@@ -58,10 +59,10 @@ class WideBackwardLayout(BackwardLayout):
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
         self.dims, self.kinds = (dim, v_dim), () if changes is None else changes.kinds
         self.tile, self.keys, groups = tile, tile[1], tile[0] // ROWS
-        configs, self.of_dq = dkdv_configs_for(dim, v_dim, tile), dq_config_for(dim, v_dim, tile)
+        config, self.of_dq = dkdv_config_for(dim, v_dim, tile), dq_config_for(dim, v_dim, tile)
         row_tiles = -(-q_len // tile[0])
         self.pieces = batch * heads * row_tiles * groups
-        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), configs[0].q_stages
+        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
         self.rows, self.learns = ROWS, any(wanted)
         units = units_on_hopper(changes, scale, backward=True)
         self.changed = changed_on_hopper(
@@ -92,20 +93,18 @@ class WideBackwardLayout(BackwardLayout):
         read = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "dout": read_as(dout)}
         parts = {"parts_ptr": SOME_PARTS} if merges else {}
         of_keys = {"rows_desc": rows, "dk_ptr": dk, "dv_ptr": dv, **parts, **lengths}
-        self.main = [self._dkdv(config, device, numbers, read, of_keys) for config in configs]
-        self.computes = [" and ".join(["dk"] * each.has_dk + ["dv"] * each.has_dv) for each in configs]
+        self.main = [self._dkdv(config, device, numbers, read, of_keys)]
+        self.computes = ["dk and dv"]
         self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
-        sizes = [padded(sum(dims)) for dims in (configs[0].dims, configs[0].v_dims)]
+        sizes = [padded(sum(dims)) for dims in (config.dims, config.v_dims)]
         self.part = self.keys * sum(sizes)
-        self.has_gaps = sum(configs[0].dims + configs[0].v_dims) < sum(sizes)
+        self.has_gaps = sum(config.dims + config.v_dims) < sum(sizes)
         self.combine = self._combining(setting, numbers, (sizes[0], sizes[1]), dk, dv) if merges else None
 
     def _dkdv(
         self, config: DkDvConfig, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor],
         examples: Mapping[str, Any],
     ) -> Launch:  # fmt: skip
-        left_out = [*["dk_ptr"] * (not config.has_dk), *["dv_ptr"] * (not config.has_dv)]
-        read = {name: x for name, x in read.items() if name != "v" or config.has_dk}
         (first, rest), (v_first, v_rest) = config.dims, config.v_dims
         tiles, described = boxes_of(
             read, dict.fromkeys(read, ROWS),
@@ -116,12 +115,13 @@ class WideBackwardLayout(BackwardLayout):
             "GROUPS": config.groups, "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest,
             "PADDED_D": padded(first + rest), "PADDED_DV": padded(v_first + v_rest), "DIM": read["q"].shape[-1],
             "V_DIM": read["dout"].shape[-1], "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
-            "EARLY": config.early, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
-        given = {name: x for name, x in {**tiles, **examples}.items() if name not in left_out}
+        if not config.apart:
+            constants["EARLY"] = config.early
         return launch_of(
-            wide_dkdv_kernel, constants, numbers, given, device, described,
-            bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=4, num_stages=1,
+            wide_apart_kernel if config.apart else wide_dkdv_kernel, constants, numbers, {**tiles, **examples}, device,
+            described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=4, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from sparseflash.backends.triton.hopper import (
     wide_pass,
 )
 from sparseflash.backends.triton.hopper import forward as forward_module
+from sparseflash.backends.triton.hopper import wide_apart as wide_apart_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
@@ -56,7 +57,7 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
+    change_apart=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
     most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
@@ -87,6 +88,7 @@ def interpreted(
             "backward_kernel",
             Interpreted(backward_module, "backward_kernel", seed, others=change_others),
         ),
+        (wide_pass, "wide_apart_kernel", Interpreted(wide_apart_module, "wide_apart_kernel", seed, change_apart)),
         (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
         (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
         (backward_pass, "backward_config_for", changed_backward_config),

@@ -10,7 +10,7 @@ from tests.interpreting.gluon import Deadlock
 
 SYNCHRONISES = (
     "mbarrier.wait(", "mbarrier.arrive(", "async_copy.mbarrier_arrive(", "tma.store_wait(", "fence_async_shared(",
-    "wait_for_turn(", "sent_is_visible(", "gl.atomic_add(",
+    "weights_are(", "wait_for_turn(", "sent_is_visible(", "gl.atomic_add(",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from sparseflash import scores
 from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import backward_consumer, backward_loader, backward_sender, passes
+from sparseflash.backends.triton.hopper import wide_apart as wide_apart_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
@@ -225,6 +226,7 @@ def right_of_wide():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
+        *(("change_apart", line) for line in synchronising_lines(wide_apart_module)),
         *(("change_dkdv", line) for line in synchronising_lines(wide_dkdv_module)),
         *(("change_dq", line) for line in synchronising_lines(wide_dq_module)),
     ],
