@@ -8,6 +8,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, integer, token_counts
 from sparseflash.blockmask.unique import distinct
+from sparseflash.limits import COUNT
 from sparseflash.masks.butterfly import partners, powers
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.kinds import by_kind
@@ -97,14 +98,17 @@ def butterfly_2d(
         for end_k in ends_k:
             j = (r_other[:, None] * width + (first_k + end_k).clamp(max=width - 1)) // block_k
             keys.append(distinct((i * col_blocks + j).reshape(-1))[0])
-    key = distinct(torch.cat(keys))[0]
-    rows, cols = key // col_blocks, key % col_blocks
+    key = keys[0] if len(keys) == 1 else distinct(torch.cat(keys))[0]
+    rows = key // col_blocks
+    # Divisions of shorter numbers are faster. No number below exceeds 3 * q_len + 256.
+    short = torch.int32 if q_len < COUNT // 4 else torch.int64
+    rows, cols = rows.to(short), (key - rows * col_blocks).to(short)
 
     row_q, row_k = rows * block_q // width, cols * block_k // width
     rows_q, rows_k = ((b + width - 2) // width + 1 for b in (block_q, block_k))
     codes = [rows * block_q % width, cols * block_k % width]
     for some in torch.cartesian_prod(torch.arange(rows_q, device="cpu"), torch.arange(rows_k, device="cpu")).split(31):
-        code = torch.zeros_like(rows)
+        code = torch.zeros_like(rows, dtype=torch.int64)
         for bit, (a, b) in enumerate(some.tolist()):
             inside = ((row_q + a) * width < (rows + 1) * block_q) & ((row_k + b) * width < (cols + 1) * block_k)
             code |= (inside & rows_related(row_q + a, row_k + b)).long() << bit

@@ -127,4 +127,5 @@ def tri_shape(q_len: int, *, sink: int, local: int, last: int, block: Block = 12
 def _sink_and_window(q_len: int, k_len: int, offset: int, window: int, sink: int, last: int, block: Block) -> BlockMask:
     q, k = torch.arange(q_len, device="cpu"), torch.arange(k_len, device="cpu")
     p = q + offset
-    return spans(p - window + 1, p + 1, k_len, limit=p + 1, rows=q >= q_len - last, cols=k < sink, block=block)
+    rows = q >= q_len - last if last else None
+    return spans(p - window + 1, p + 1, k_len, limit=p + 1, rows=rows, cols=k < sink, block=block)

@@ -92,7 +92,8 @@ def spans_of_heads(
     for each, begin, end in zip(patterns, indptr[::row_blocks], indptr[row_blocks::row_blocks]):
         take_ranges(each.columns, each.first, each.last, listed[begin:end])
         if each.kinds.any():
-            take_ranges(each.kinds + (each.kinds > 0) * np.int32(offset), each.first, each.last, kind[begin:end])
+            kinds = each.kinds + (each.kinds > 0) * np.int32(offset) if offset else each.kinds
+            take_ranges(kinds, each.first, each.last, kind[begin:end])
         for places, other in each.others:
             kind[begin:end][places] = other + offset
         offset += sum(map(len, each.words))

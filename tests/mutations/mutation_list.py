@@ -297,10 +297,17 @@ MUTATIONS = [
     ),
     Mutation(
         "masks: a kind of tiles is numbered where it appears last",
-        "sparseflash/blockmask/build.py",
-        "listed = np.flatnonzero(some)[::-1]",
-        "listed = np.flatnonzero(some)",
-        "tests/test_varlen.py::test_the_mask_is_block_diagonal",
+        "sparseflash/blockmask/patterns.py",
+        "new = np.flatnonzero(unseen.take(some))[::-1]",
+        "new = np.flatnonzero(unseen.take(some))",
+        "tests/blockmask/test_patterns.py::test_kinds_are_found_in_the_order_of_first_appearance",
+    ),
+    Mutation(
+        "patterns: those that begin alike are equal",
+        "sparseflash/blockmask/patterns.py",
+        "if _go_on_alike(patterns[keep[n]], pattern)",
+        "if True",
+        "tests/blockmask/test_patterns.py::test_patterns_are_equal_however_far_they_begin_alike",
     ),
     Mutation(
         "spans: tiles of a second portion are numbered as the first's",
