@@ -206,14 +206,6 @@ def backward(
     return dq, empty_gradient(k).copy_(dk), empty_gradient(v).copy_(dv)
 
 
-def _tile_of_keys(of: Call) -> tuple[int, int, int]:
-    """The rows, the keys and the warps of a tile of the gradients of keys. With four warps, tiles of 64 keys at D = 128
-    spill 332 bytes under Triton 3.6, and none with eight.
-    """
-    dims = of.dim + of.v_dim
-    return 64, 64 if dims > 256 else 128, 8 if dims >= 256 or of.span >= 128 else 4
-
-
 def _of_keys(
     of: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse2: Tensor, delta: Tensor, lists: Transposed,
     scale: float,
@@ -228,8 +220,9 @@ def _of_keys(
         lse2, delta, *lists, packed, of.q_len, of.group, of.blocks, tiles, entries, group, slot_bits(of.choices),
         _PACKED, num_warps=4, **OPTIONS,
     )  # fmt: skip
-    rows, keys, warps = _tile_of_keys(of)
-    shape, options = of.shape(rows, keys), {"num_warps": warps, "num_stages": 2}
+    large = of.dim + of.v_dim > 256
+    shape = of.shape(64, 64 if large else 128)
+    options = {"num_warps": 8 if large or shape.BLOCK_N >= 128 else 4, "num_stages": 2}
     tensors, strides = (q, k, v, dout, packed, *lists), (of.heads_of(q), *strides_of(k, v), of.heads_of(dout))
     count, scales = of.pairs * of.blocks, (scale, scale * LOG2E.value)
     parts = -(-of.span // shape.BLOCK_N)
