@@ -160,13 +160,13 @@ def backward(
     span: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
-    heads, choices = chosen.blocks.shape[0] // q.shape[0], chosen.blocks.shape[2]
+    choices, dq = chosen.blocks.shape[2], empty_gradient(q)
+    if dq.numel() == 0 or k.numel() == 0 or choices == 0:
+        return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
+    heads = chosen.blocks.shape[0] // q.shape[0]
     q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
     dlse = None if dlse is None else dlse.contiguous()
     of = Call(q.shape, k_, v_, heads, choices, span, causal, _reach(heads, q_, dout))
-    dq = empty_gradient(q)
-    if dq.numel() == 0 or k.numel() == 0 or choices == 0:
-        return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     scales = scale, scale * LOG2E.value
