@@ -69,8 +69,11 @@ class Call:
 
     def by_queries(self, *, backward: bool) -> bool:
         """Whether a tile is a query with its group, and not a block with queries that have chosen it: measured on an
-        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone.
+        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone. But
+        it writes no parts, of which one pair of many queries would have more than fit into the scratch memory.
         """
+        if self._parts_of_pair(self.dim if backward else self.v_dim) > _SCRATCH:
+            return True
         if self.span > 64:
             return self.group >= 16
         return self.group >= (4 if self.dim <= 64 and not backward else 8)
@@ -89,9 +92,13 @@ class Call:
             self.blocks, self.span, first_pair, first_pair * self.blocks,
         )  # fmt: skip
 
+    def _parts_of_pair(self, width: int) -> int:
+        """The bytes of the parts of a pair, of `width` numbers a row."""
+        return 4 * width * self.q_len * self.choices * self.group
+
     def chunks(self, width: int) -> Iterator[tuple[int, int]]:
         """`(first pair, pairs)`, whose parts of `width` numbers a row fit into the scratch memory."""
-        most = max(1, _SCRATCH // (4 * width * self.q_len * self.choices * self.group))
+        most = _SCRATCH // self._parts_of_pair(width)
         for first in range(0, self.pairs, most):
             yield first, min(most, self.pairs - first)
 
