@@ -168,7 +168,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
         return _words(indices, of, span)
 
     once = list(words()) if indices.numel() * max(1, span // min(block_k, bitmask.WORD)) <= _AT_ONCE else None
-    named = torch.zeros(patterns * rows * cols, dtype=torch.int32, device=indices.device)
+    named = indices.new_zeros(patterns * rows * cols, dtype=torch.int32)  # mapped by vmap where the indices are
     for tile, _, value in once or words():
         named.scatter_add_(0, tile, (value != 0).to(torch.int32))
     named = named.view(batch, heads, rows, cols)
@@ -180,7 +180,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
 
     room = patterns * of.rooms[min(most, choices * block_q * max(1, span // block_k))]
     found = compact(kept, room)
-    bits = torch.zeros(room * block_q * width, dtype=torch.int32, device=indices.device)
+    bits = indices.new_zeros(room * block_q * width, dtype=torch.int32)
     for tile, word, value in once or words():
         # The bits are distinct, so adding them never carries and the sum is their union. Keys that are not kept add 0.
         value = value * kept_flat[tile]
@@ -198,7 +198,7 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
     last = cols * runs_in_tile
     column = indices.to(torch.int64)  # a narrow type may be too small for the bounds
     column = column.masked_fill(column >= runs, last).clamp_(min=-1) + 1
-    table = torch.zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool, device=indices.device)
+    table = indices.new_zeros(batch, heads, rows * block_q, last + 2, dtype=torch.bool)
     table[:, :, :q_len].scatter_(-1, column, True)
     live = table[..., 1:-1]
     if of.causal:  # a run that has begun has a live key; one that has not begun has none
@@ -219,7 +219,7 @@ def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int
     """Where neighbouring queries agree a tile is full, and kernels do not read its bits."""
     full = (bits == bitmask.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
-    return dynamic_mask(of, found.indptr, found.indices, number.masked_fill_(full, 0), bits, heads, group)
+    return dynamic_mask(of, found.indptr, found.indices, number.masked_fill(full, 0), bits, heads, group)
 
 
 def _without_repetitions(indices: Tensor) -> Tensor:

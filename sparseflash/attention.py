@@ -71,7 +71,7 @@ def attention(
             must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
         mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
             must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
-            finite: 0 times NaN is NaN.
+            finite: 0 times NaN is NaN. For gradients, so must dead queries and the gradients of their outputs.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
             scores, in fp32 (fp64 for fp64 inputs), differentiable and without dropout; `merge_attention` merges parts
@@ -93,8 +93,7 @@ def attention(
             - `"triton"`: the portable kernels (fp16, bf16, fp32; D and Dv from 16 to 256). The gradients of a sequence
               have the same bits whatever else is in the batch.
             - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D and Dv multiples of 8 up to 256; no
-              dropout; dynamic masks in blocks of 128, or of 64 up to D = 128). They take temperatures, soft caps,
-              sinks, decay with distance, tables by distance, and biases; `explain` says which combinations do not run.
+              dropout); `explain` says what else they refuse.
             - `"blockwise"`: PyTorch operations on the live tiles, on any device, in any floating dtype, with any D.
             - `"reference"`: PyTorch operations on the dense matrix, which define the semantics.
 
@@ -115,10 +114,9 @@ def attention(
     - **fp32 on a GPU** uses TF32 if PyTorch's matrix products do (`torch.backends.cuda.matmul`). If not, every number
       is split into three bf16 pieces, whose products are as accurate as fp32. Infinite inputs then give NaN, and the
       pieces of q, k, v and the output gradient may take 6 bytes a number during the call.
-    - **Large scores.** In fp16 and bf16, the backward of the Triton kernels recomputes each weight from lse in fp32, as
-      FlashAttention does. The relative error of a weight is then up to `score / 2^20`, below the rounding of fp16 for
-      scores below 1,000. Scores beyond a million may give infinite or NaN gradients; beyond a billion, out and lse may
-      be infinite or NaN, too.
+    - **Large scores.** In fp16 and bf16, the backward of the Triton kernels recomputes each weight from lse in fp32,
+      with a relative error of up to `score / 2^20`, below the rounding of fp16 for scores below 1,000. Scores beyond a
+      million may give infinite or NaN gradients; beyond a billion, out and lse may be infinite or NaN, too.
     - **Very negative biases.** A bias may be as low as `torch.finfo(torch.float32).min`; its key then has weight 0.
       **Warning:** in fp16 and bf16, if all live keys of a query have biases below -100,000, the Triton kernels compute
       wrong gradients for the query and these keys and values, finite and without an error. Write -inf for dead keys

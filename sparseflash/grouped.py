@@ -66,10 +66,10 @@ def selected_attention(
 
     The live scores are the same as under `masks.selected_keys(index, k_len=Nk, span=span, group=group)`, whose tiles
     also hold blocks that only a neighbour has chosen. A tile of the kernels holds one query of a whole group, and reads
-    only the blocks that this query has chosen; with fewer than 16 heads in a group, and for the gradients of keys, it
-    holds the queries that have chosen a block. In fp32, with `scores`, `dropout_p` or `cu_seqlens`, and at head dims
-    above 192, the heads of a group are rows of a mask's tiles, padded with zeros to 16. The host does not wait for the
-    device. Gradients are deterministic.
+    only the blocks that this query has chosen; with fewer than 8 heads in a group (16 above blocks of 64), and for the
+    gradients of keys, it holds the queries that have chosen a block. In fp32, with `scores`, `dropout_p` or
+    `cu_seqlens`, and at head dims above 192, the heads of a group are rows of a mask's tiles, padded with zeros to 16.
+    The host does not wait for the device. Gradients are deterministic.
 
     Raises ValueError if the shapes do not fit together, `span` is not a block size, or `cu_seqlens` on the CPU are no
     running sums (on a GPU they are not read).

@@ -90,5 +90,6 @@ def hash_of(note: dict[str, Any]) -> str:
 def beside(path: Path) -> dict[str, Any]:
     note = path.with_suffix(".json")
     if not note.is_file():
+        tensor_files.read(path, KIND)  # raises an error that names the program of another kind of model
         raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")
     return read_json(note, "the file that belongs to weights", "sha256")

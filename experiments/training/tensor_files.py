@@ -22,6 +22,7 @@ from experiments.training.reading import checked, reading
 SUFFIX = ".safetensors"
 # Below the limit of 16 MiB that some stores set.
 PART_BYTES = 15 * 2**20
+_KIND = re.compile(r"(?:experiments\.)?(lra|lm|pathx) [a-z ]{,30}")
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
 MOST_BLOCKS = 2**14  # dense: 2^28 tiles
@@ -60,10 +61,15 @@ def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[st
         tensors |= found
         headers.append(about)
         if about.get("kind") != kind:
-            raise ValueError(f"{each} must hold an {kind}; got {repr(about.get('kind'))[:60]}")
+            raise ValueError(f"{each} must hold an {kind}; got {_told(about.get('kind'))}")
         if headers[-1] != headers[0]:
             raise ValueError(f"{each} must be a part of the same model as the first part; got one of another run")
     return tensors, checked(path, f"a file of an {kind}", headers[0], *names)
+
+
+def _told(kind: object) -> str:
+    other = _KIND.fullmatch(str(kind))
+    return f"an {kind}: use python -m experiments.{other[1]}" if other else repr(kind)[:60]
 
 
 def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:

@@ -103,7 +103,11 @@ def rows_of(first: Integers, last: Integers) -> tuple[Integers, Numbers]:
     """`(indptr, cols)` of the tiles `first[i] <= j <= last[i]` of every block row i."""
     indptr = starts_of(np.maximum(last - first + 1, 0))
     cols = np.empty(indptr[-1], dtype=np.int32)
-    take_ranges(np.arange(last.max(initial=-1) + 1, dtype=np.int32), first, last, cols)
+    if len(cols) >= _LONG * len(first):
+        take_ranges(np.arange(last.max() + 1, dtype=np.int32), first, last, cols)
+        return indptr, cols
+    for _, places, some in ranges(first, last):
+        cols[places] = some
     return indptr, cols
 
 

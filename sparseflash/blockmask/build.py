@@ -20,8 +20,8 @@ from sparseflash.blockmask.patterns import (
     Numbers,
     Pattern,
     distinct_patterns,
-    first_of_each,
     joined,
+    kinds_by_appearance,
     patterns_of,
 )
 from sparseflash.blockmask.unique import number_by_first_appearance
@@ -33,6 +33,7 @@ Part = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _REMEDY = "Use larger blocks, or fewer patterns."
 
+_CPU = torch.device("cpu")
 _ONE = np.zeros((1, 1), dtype=np.int64)  # one pattern for all batch elements and heads
 
 
@@ -129,16 +130,20 @@ def arrays_of_rows(
     none, or those of another kind. Both lists are written to, and may become arrays of the mask. `pattern`: as in
     `arrays_of_tiles`. The arrays are made on the device of the words.
     """
-    device = words.device if isinstance(words, Tensor) else torch.device("cpu")
+    device = words.device if isinstance(words, Tensor) else _CPU
     indptr, cols, kind, bits = _canonical(q_len, k_len, block_q, block_k, indptr, cols, kind, kinds, words, device)
-    listed = patterns_of(indptr, cols, kind, -(-q_len // block_q))
-    keep, number = distinct_patterns(listed)
-    if len(keep) < len(listed):
-        # The first copy of each pattern is kept, so partial tiles stay numbered by first appearance.
-        indptr, cols, kind = joined([listed[p] for p in keep])
-    made = indptr.astype(np.int32), cols, kind, np.array(number, dtype=np.int32)[pattern]
-    indptr_made, indices, tile, numbers = (torch.from_numpy(x).to(device) for x in made)
-    return indptr_made, indices, tile, bits, numbers
+    row_blocks = -(-q_len // block_q)
+    if len(indptr) - 1 > row_blocks:
+        listed = patterns_of(indptr, cols, kind, row_blocks)
+        keep, number = distinct_patterns(listed)
+        pattern = np.array(number)[pattern]
+        if len(keep) < len(listed):
+            # The first copy of each pattern is kept, so partial tiles stay numbered by first appearance.
+            indptr, cols, kind = joined([listed[p] for p in keep])
+    made = [torch.from_numpy(x) for x in (indptr.astype(np.int32), cols, kind, pattern.astype(np.int32))]
+    if device != _CPU:
+        made = [x.to(device) for x in made]
+    return made[0], made[1], made[2], bits, made[3]
 
 
 def _canonical(
@@ -151,6 +156,10 @@ def _canonical(
     length is made.
     """
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    ends = _ends(q_len, k_len, block_q, block_k, device)
+    if kinds == 0 and ends is None:
+        shape = 0, block_q, bitmask.words_per_row(block_k)
+        return indptr, cols, kind, torch.zeros(shape, dtype=torch.int32, device=device)
     # A tile that is cut at the end of the sequence is of a kind of its own. Few kinds are distinct, and each is
     # computed once. Full tiles that are not cut, the most frequent kind, are left out.
     span = kinds + 1
@@ -161,11 +170,10 @@ def _canonical(
     if k_len % block_k:
         last = indptr[1:][indptr[1:] > indptr[:-1]] - 1
         kind[last[cols[last] == col_blocks - 1]] += 2 * span
-    first = first_of_each(kind, 4 * span)
+    count = span if ends is None else 4 * span
     # Kinds are classified by first appearance in the rows, so that equal masks have equal arrays.
-    found = np.flatnonzero(first[1:] < len(kind)) + 1  # but full tiles that are not cut
-    found = found[first[found].argsort()]
-    ends = _ends(q_len, k_len, block_q, block_k, device)
+    found = kinds_by_appearance(kind, count)
+    found = found[found > 0]
 
     def words_of(number: Integers) -> Tensor:
         if isinstance(words, Tensor):
@@ -184,7 +192,7 @@ def _canonical(
         return made if ends is None else made & ends.index_select(0, torch.from_numpy(some // span).to(device))
 
     kind_of, bits = bitmask.classify(trimmed, found, block_q, block_k)
-    numbers = np.zeros(4 * span, dtype=np.int32)
+    numbers = np.zeros(count, dtype=np.int32)
     numbers[found] = kind_of.cpu().numpy()
     if (numbers[found] != found).any():
         for start in range(0, len(kind), TILES_AT_ONCE):

@@ -63,6 +63,10 @@ class BoundedDict(dict[Any, Any]):
         self[key] = value
         return value
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies are empty: pickle would add entries before `most`, and some cannot be pickled.
+        return BoundedDict, (self.most,)
+
     # Hashed by identity, to be members of a WeakSet.
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
@@ -103,7 +107,7 @@ def bounded_tensors(maxsize: int) -> Callable[[F], F]:
         def cached(*arguments: Any) -> Any:
             found = made.get(arguments)  # as in `once`, but faster, because every choice of blocks comes here
             if found is None:
-                return once(made, arguments, lambda: _untransformed(function, arguments))
+                return once(made, arguments, lambda: _outside_transforms(function, arguments))
             found[1].wait()
             return found[0]
 
@@ -112,7 +116,7 @@ def bounded_tensors(maxsize: int) -> Callable[[F], F]:
     return decorate
 
 
-def _untransformed(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+def _outside_transforms(function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
     if torch.compiler.is_compiling():
         return function(*arguments)
     with temporarily_clear_interpreter_stack():

@@ -14,6 +14,7 @@ from sparseflash.limits import check_count
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
+FEW_NUMBERS = 512  # up to this many numbers, a dict beats array operations
 TILES_AT_ONCE = 1 << 16  # tiles of a list handled at a time: temporaries of a list of millions stay in a CPU's caches
 
 Integers = NDArray[np.int64]
@@ -74,6 +75,15 @@ def _go_on_alike(a: Pattern, b: Pattern) -> bool:
         if not np.array_equal(a.indices[start:stop], b.indices[start:stop]):
             return False
     return True
+
+
+def kinds_by_appearance(kind: Numbers, count: int) -> Integers:
+    """The kinds, among 0 .. count - 1, that occur, by first appearance."""
+    if len(kind) <= FEW_NUMBERS:
+        return np.array(list(dict.fromkeys(kind.tolist())), dtype=np.int64)
+    first = first_of_each(kind, count)
+    found = np.flatnonzero(first < len(kind))
+    return found[first[found].argsort()]
 
 
 def first_of_each(kind: Numbers, count: int) -> Integers:

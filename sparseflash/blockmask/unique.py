@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.patterns import Integers
+from sparseflash.blockmask.patterns import FEW_NUMBERS, Integers
 
-# Up to this many tiles on the CPU, and combinations of numbers, comparing them in Python beats array operations.
-FEW, FEW_NUMBERS = 32, 512
+FEW = 32  # up to this many tiles on the CPU, comparing their bytes in Python beats array operations
 AT_ONCE = 1 << 16  # values handled at a time: temporaries of millions of values stay in a CPU's caches
 
 

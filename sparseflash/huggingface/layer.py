@@ -118,7 +118,7 @@ class Attention:
         try:
             pattern = self.pattern(module)
         except TypeError as error:  # as masks.local(n) raises, if n is the module
-            reason = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0].partition("; got")[0]
             raise TypeError(
                 f"pattern must be a mask or a function of an attention module; called with {type(module).__name__}, it "
                 f"raises {reason!r}. Instead of a function of the length register its mask for the number of tokens "

@@ -45,13 +45,10 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
         starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1, device="cpu"))
         index = np.int32 if len(rows) < 2**31 else np.int64
         arrays = live.numpy(), cols.numpy().astype(index), starts.numpy().astype(index)
-        matrix = sparse.bsr_array(arrays, shape=shape, blocksize=(mask.block_q, mask.block_k))
-    else:
-        q, k = scores_of((rows, cols, tile, words), mask.block_q, mask.block_k)
-        entries = np.ones(len(q), dtype=bool), (q.numpy(), k.numpy())
-        matrix = sparse.coo_array(entries, shape=shape).tocsr()
-    matrix.sort_indices()
-    return matrix
+        return sparse.bsr_array(arrays, shape=shape, blocksize=(mask.block_q, mask.block_k))
+    q, k = scores_of((rows, cols, tile, words), mask.block_q, mask.block_k)
+    entries = np.ones(len(q), dtype=bool), (q.numpy(), k.numpy())
+    return sparse.coo_array(entries, shape=shape).tocsr()
 
 
 def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:

@@ -136,7 +136,7 @@ def function(
         tensors: tensors that it reads, in particular every one that needs a gradient.
         derivative: of the result by the score, with the same arguments; by default `change` is differentiated.
         kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
-            the same for a tile of scores, to which `q` and `k` broadcast. The pointers are of the tensors, made
+            the same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made
             contiguous. The tensors receive no gradients from it.
         kernel_derivative: the derivative by the score, of the same kind; without it, no backward.
 
@@ -157,8 +157,8 @@ def function(
     - entries of tensors: every dimension is indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.
-    - `torch.dot` of two such rows of at most 256 numbers, `torch.dot(x[b, h, q], y[b, k])`. Features behind those of q
-      and k (`torch.cat`) are faster.
+    - `torch.dot` of two such rows of at most 256 numbers, `torch.dot(x[b, h, q], y[b, k])`. Features appended to q and
+      k (`torch.cat`) are faster.
     - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
       each b and h, summed in a fixed order: the same bits every time. The time for a table grows with the number of
       different entries that a tile reads.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sparseflash.blockmask.arguments import checked_integers, have_contents
+from sparseflash.blockmask.arguments import checked_integers, have_contents, integer
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import MOST_TOKENS
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
@@ -198,7 +199,11 @@ def clipped(most: int) -> Bucket:
 
     Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations", 2018.
     """
-    return lambda offsets: offsets.clamp(-most, most) + most
+    return partial(_clipped, most=integer(most, "most", "tokens"))
+
+
+def _clipped(offsets: Tensor, most: int) -> Tensor:
+    return offsets.clamp(-most, most) + most
 
 
 def t5_buckets(count: int = 32, max_distance: int = 128, *, bidirectional: bool = True) -> Bucket:
@@ -216,18 +221,25 @@ def t5_buckets(count: int = 32, max_distance: int = 128, *, bidirectional: bool 
     2020, and its code, which rounds as this does.
     """
 
-    def bucket(offsets: Tensor) -> Tensor:
-        half, start = count, torch.zeros_like(offsets)
-        if bidirectional:
-            half = count // 2
-            start = (offsets > 0).to(torch.int64) * half
-            distance = offsets.abs()
-        else:
-            distance = (-offsets).clamp(min=0)
-        exact = half // 2
-        # In fp32, as in the models' own code: fp64 would put some distances into other buckets.
-        steps = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)
-        large = (exact + steps.to(torch.int64)).clamp(max=half - 1)
-        return start + torch.where(distance < exact, distance, large)
+    count, max_distance = integer(count, "count", "buckets"), integer(max_distance, "max_distance", "tokens")
+    half = count // 2 if bidirectional else count
+    if half < 2:
+        raise ValueError(f"count must be at least {4 if bidirectional else 2} buckets; got {count}.")
+    if max_distance <= half // 2:
+        raise ValueError(
+            f"max_distance must be more than {half // 2} tokens, which have buckets of their own with count={count}; "
+            f"got {max_distance}."
+        )
+    return partial(_t5_bucket, half=half, max_distance=max_distance, bidirectional=bidirectional)
 
-    return bucket
+
+def _t5_bucket(offsets: Tensor, half: int, max_distance: int, bidirectional: bool) -> Tensor:
+    if bidirectional:
+        start, distance = (offsets > 0).to(torch.int64) * half, offsets.abs()
+    else:
+        start, distance = torch.zeros_like(offsets), (-offsets).clamp(min=0)
+    exact = half // 2
+    # In fp32, as in the models' own code: fp64 would put some distances into other buckets.
+    steps = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (half - exact)
+    large = (exact + steps.to(torch.int64)).clamp(max=half - 1)
+    return start + torch.where(distance < exact, distance, large)

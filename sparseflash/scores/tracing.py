@@ -19,7 +19,7 @@ from sparseflash.scores.operators import BITS, FILLED, NARROW, RECORDED, SAME, W
 _NUMBER = "a number that is read from a tensor, as by item(), if or an index, in place of torch.where"
 _NO_GRADIENTS = "torch.no_grad() or the like, in place of detach()"
 _READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)  # these call no operator
-LONGEST_ROW = 256  # numbers of a product of rows, each of which becomes one operation of the kernels
+LONGEST_ROW = 256  # numbers of a product of rows; each becomes one operation of the kernels
 _REMEDY = "With backend='blockwise' scores.function runs any function that torch.vmap can call."
 
 

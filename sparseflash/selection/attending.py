@@ -18,7 +18,7 @@ from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
 
-_ROWS = 16  # with so many heads a group, tiles of one query waste nothing
+_ROWS = 16  # with this many heads a group, tiles of one query waste nothing
 # The keys for each gathered token and head of a group from which on gathering is faster than a mask. On an H200, a
 # forward that gathers takes 66 ms and one with a mask 102 ms at D = 256 with 12 heads a group, 64K tokens and 2,052
 # chosen ones.

@@ -61,7 +61,7 @@ def summed(
 
 
 def _pooled(weights: Tensor, pool: Pool) -> Tensor:
-    """The weights of blocks, from those of compressed keys: see `Pool`."""
+    """The weights of blocks, from the weights of compressed keys: see `Pool`."""
     width = pool.parts + pool.pieces - 1
     begin = torch.arange(width, device=weights.device)
     share = torch.minimum(begin + 1, width - begin).clamp(max=min(pool.parts, pool.pieces)).to(weights.dtype)

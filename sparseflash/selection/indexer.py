@@ -53,7 +53,7 @@ class IndexedLayer(SelectionLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin without the loss, which holds its graph: PyTorch refuses to copy it.
-        return {**super().__getstate__(), "loss": None}
+        return {**super().__getstate__(), "loss": None}  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         # Not the loss of an earlier call, also where no token comes.

@@ -38,8 +38,8 @@ class LatentProjections(nn.Module):
         u_t = norm(x_t W_DQ),    c_t = norm(x_t W_DKV),    r_t = rotate(x_t W_KR)
         query  [u_t W_UQ^h, rotate(u_t W_QR^h)]            key  [c_t W_UK^h, r_t]            value  c_t W_UV^h
 
-    The query's product with W_UK^h c_t is that of `(W_UK^h)^T` times the query with c_t. So all heads read the key
-    [c_t, r_t], whose first features are the value, and the output of each head goes through W_UV^h.
+    The query times W_UK^h c_t equals `(W_UK^h)^T` times the query, times c_t. So all heads read the key [c_t, r_t],
+    whose first features are the value, and the output of each head goes through W_UV^h.
     """
 
     def __init__(

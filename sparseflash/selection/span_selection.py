@@ -126,7 +126,7 @@ class SpanSelection(IndexedLayer):
         ended = index[..., :-1]
 
         def of_chosen(rows: Tensor) -> tuple[Tensor, Tensor]:
-            # The tokens are ascending, so those of the last span, which has not ended, follow all others.
+            # The tokens are ascending, so the tokens of the last span, which has not ended, follow all others.
             weights, _ = self.chosen_weights(q, k, index[:, :, rows], frame, rows, self.span)
             return of_spans(weights[..., : -self.span], ended[:, :, rows] >= 0)
 

@@ -91,6 +91,20 @@ def test_a_mask_of_mapped_tensors_is_refused(transform):
         TRANSFORMS[transform](lambda x: x * (chosen(x) & masks.causal(TOKENS, block=16)).nbytes, inputs()[0])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:torch.searchsorted")
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("span", [1, 4, 16])
+def test_keys_may_be_chosen_by_mapped_scores(span, k):
+    q, generator = inputs()[0], torch.Generator().manual_seed(0)
+    many = torch.randn(3, 1, 1, TOKENS, -(-TOKENS // span), generator=generator)
+
+    def attend(x):
+        mask = masks.top_k_keys(x, k=k, k_len=TOKENS, span=span, causal=True, block=16)
+        return attention(q, q, q, mask, backend="blockwise")
+
+    assert torch.equal(torch.vmap(attend)(many), torch.stack([attend(x) for x in many]))
+
+
 def test_a_mask_of_recorded_tensors_is_refused():
     with pytest.raises(TypeError, match=r"BlockMask\.from_dense must be given contents; got .* that make_fx records"):
         make_fx(lambda x: x * BlockMask.from_dense(x[0, 0] > 0, block=16).nbytes)(inputs()[0])

@@ -89,6 +89,7 @@ def broken_csr(starts):
          ValueError, "a sparse tensor must hold a single pattern; got a mask with 2 for 1 x 2 (batch x heads): select "
          "one with head=."),
         (lambda: from_torch_sparse([]), ValueError, "got an empty list."),
+        (lambda: from_torch_sparse(None), TypeError, "matrix must be a sparse tensor; got NoneType."),
         (lambda: from_torch_sparse(torch.eye(3)), TypeError, "must have the layout sparse_csr, sparse_bsr or "
          "sparse_coo; got torch.strided."),
         (lambda: from_torch_sparse(torch.eye(3).to_sparse()), TypeError, "matrix must be boolean (True: live); got "

@@ -1,5 +1,7 @@
 """Small masks of known rules are kept by their arguments."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -120,3 +122,9 @@ def test_compiled_code_does_not_mark_a_kept_mask_as_its_constant():
     name = compiling._build(None, lambda: masks.causal(40), [], {})
     assert getattr(compiling._kept, name)._is_constant
     assert masks.causal(40) is kept and not hasattr(kept, "_is_constant")
+
+
+def test_the_signature_of_a_pattern_is_read_once():
+    for pattern in (masks.causal, masks.documents, masks.butterfly):
+        assert inspect.signature(pattern) is inspect.signature(pattern)
+        assert inspect.signature(pattern) == inspect.signature(inspect.unwrap(pattern))

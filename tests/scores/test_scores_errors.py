@@ -24,6 +24,14 @@ ROWS = torch.ones(4)
         (lambda: scores.temperature(torch.ones(4, 4)), ValueError, "temperature must have shape [Hq] or"),
         (lambda: scores.relative(ROWS, scores.clipped(1)), ValueError, "table must have shape [Hq, R]; got [4]"),
         (lambda: scores.relative(torch.ones(4, 3), 3), TypeError, "bucket must be a function of offsets"),
+        (lambda: scores.clipped(1.5), TypeError, "most must be an integer number of tokens; got 1.5"),
+        (lambda: scores.t5_buckets(3), ValueError, "count must be at least 4 buckets; got 3"),
+        (lambda: scores.t5_buckets(1, bidirectional=False), ValueError, "count must be at least 2 buckets; got 1"),
+        (
+            lambda: scores.t5_buckets(32, 8),
+            ValueError,
+            "max_distance must be more than 8 tokens, which have buckets of their own with count=32; got 8",
+        ),
         (
             lambda: scores.relative_2d(torch.ones(4, 3, 3), 2, 3),
             ValueError,

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -24,6 +27,29 @@ def test_a_change_that_was_first_used_in_inference_mode_can_be_trained(change):
     assert torch.equal(out, want)
     (gradient,) = torch.autograd.grad(out.square().sum(), [table.table])
     assert gradient.shape == table.table.shape and gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "buckets", [scores.clipped(4), scores.t5_buckets(8, 20), scores.t5_buckets(2, 20, bidirectional=False)]
+)
+def test_a_table_is_pickled_and_copied_with_its_buckets(buckets):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    table = scores.relative(torch.randn(2, 9), buckets)
+    want = attention(q, k, v, scores=table)
+    for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert torch.equal(attention(q, k, v, scores=other), want)
+
+
+def doubled(score, b, h, q, k):
+    return 2 * score
+
+
+def test_a_function_is_pickled_and_copied_after_a_call():
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    function = scores.function(doubled)
+    want = attention(q, k, v, scores=function, backend="triton")
+    for other in (pickle.loads(pickle.dumps(function)), copy.deepcopy(function)):
+        assert torch.equal(attention(q, k, v, scores=other, backend="triton"), want)
 
 
 class Replaced(dict):

@@ -302,6 +302,24 @@ def test_integers_of_tensors_have_the_bits_that_pytorch_gives_them(numbers, adde
         compare_out(change, q, k, v, mask)
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda q, k: torch.where(k < 2**40, 5.0, 0.0),
+        lambda q, k: (q - k >= -(2**33)) * 5.0,
+        lambda q, k: (q == 2**31) * 5.0,
+        lambda q, k: k.clamp(max=2**40) * 0.1,
+        lambda q, k: torch.where(k < 5, 2**33, k) * 1e-9,
+        lambda q, k: (k % 2**40 + k // 2**40 + (k & (2**40 + 1))) * 0.1,
+    ],
+)
+def test_a_number_of_more_than_32_bits_may_stand_beside_a_position(added):
+    q = torch.randn(1, 1, 32, 16, generator=torch.Generator().manual_seed(0))
+    change = scores.function(lambda s, b, h, q, k: s + added(q, k))
+    found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
 def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 1, 32, 16, generator=generator)

@@ -249,3 +249,19 @@ def test_parameters_whose_tables_would_fill_the_memory_are_refused():
 
     with pytest.raises(ValueError, match="dash_length, margin, marker_radius and thickness must be at most 128 pixels"):
         replace(OTHER, size=65_536, dash_length=16_000, seed_distance=16_300)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("experiments.pathx model", "got an experiments.pathx model: use python -m experiments.pathx"),
+        ("lm language model", "got an lm language model: use python -m experiments.lm"),
+        ("rm -rf model", "got 'rm -rf model'$"),
+        (None, "got None$"),
+    ],
+)
+def test_a_model_of_another_program_is_named_with_the_program(tmp_path, kind, told):
+    path = tmp_path / "model.safetensors"
+    tensor_files.write(path, {"a": torch.zeros(2)}, {"kind": kind})
+    with pytest.raises(ValueError, match=f"must hold an experiments.lra model; {told}"):
+        tensor_files.read(path, "experiments.lra model")

@@ -164,9 +164,13 @@ class Source:
         if node.op == "load":
             self._write_load(number, node)
             return
-        if node.op in ("add", "sub", "mul", "neg", "pow") and self._is_wide(number) and not _fits(self._range(number)):
-            of_numbers = (self._made.nodes[each].op == "number" for each in node.inputs)
-            inputs = [x if of else f"tl.cast({x}, tl.int64)" for x, of in zip(inputs, of_numbers)]
+        is_long = node.op in ("add", "sub", "mul", "neg", "pow") and self._is_wide(number)
+        given = [self._made.nodes[each] for each in node.inputs]
+        # Triton does not compare 32 bits with a number of more, either.
+        if (is_long and not _fits(self._range(number))) or any(map(_is_long_number, given)):
+            for at in range(node.op == "where", len(given)):  # but the condition
+                if given[at].op != "number" and given[at].kind != "float":
+                    inputs[at] = f"tl.cast({inputs[at]}, tl.int64)"
         if node.op == "remainder":
             text = "float_remainder({0}, {1})" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
         elif node.op == "pow":
@@ -337,6 +341,10 @@ _CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
     "pow": lambda x, y: _by_corners(pow)((min(x[0], 0), max(x[1], 0)), y),
     "where": lambda x, y: (min(x[0], y[0]), max(x[1], y[1])), "to_int": lambda x: x, "detach": lambda x: x,
 }  # fmt: skip
+
+
+def _is_long_number(node: Node) -> bool:
+    return node.op == "number" and node.kind == "int" and not _fits((int(node.value), int(node.value)))
 
 
 def _fits(found: tuple[int, int] | None) -> bool:

@@ -91,17 +91,10 @@ def may_be_cut(
     """Whether some item may be cut; otherwise `cuts_of` cuts none. most: an upper bound of all sizes. total: tiles of a
     head, if known.
     """
-    return most > rule.worth * max(
-        _shortest(block, held, rule), 0 if total is None else total // _slots(resident, rule)
-    )
-
-
-def _shortest(block: int, held: int, rule: SplitRule) -> int:
-    return -(-rule.shortest(held) // block)
-
-
-def _slots(resident: int, rule: SplitRule) -> int:
-    return rule.multiprocessors * resident // rule.heads
+    shortest = -(-rule.shortest(held) // block)
+    if total is not None:
+        shortest = max(shortest, total // (rule.multiprocessors * resident // rule.heads))
+    return most > rule.worth * shortest
 
 
 def cuts_of(
@@ -115,7 +108,8 @@ def cuts_of(
 
     The result needs totals on the host: from `each`, or copied from the device if `may_wait`; else no item is cut.
     """
-    slots, shortest = _slots(resident, rule), _shortest(block, held, rule)
+    slots = rule.multiprocessors * resident // rule.heads
+    shortest = -(-rule.shortest(held) // block)
     if each is not None:
         items = len(size)
         pieces = int(_chunks(torch.full((1, tiles), each, device="cpu"), slots, shortest, rule)[0, 0])

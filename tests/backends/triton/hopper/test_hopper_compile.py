@@ -81,12 +81,14 @@ def test_so_does_the_forward_of_other_head_dims(dims, features):
     check_forward(dims, features)
 
 
-@pytest.mark.parametrize("dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(48, 48), (96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256)], ids=str
+)
 def test_and_of_values_with_a_dim_of_their_own(dims):
     check_forward(dims, ["lengths", "parts"])
 
 
-@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (48, 96)], ids=str)
+@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (48, 96), (96, 96)], ids=str)
 def test_and_in_tiles_of_64(dims):
     check_forward(dims, ["small", "lengths", "parts"])
 
