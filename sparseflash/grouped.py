@@ -111,8 +111,8 @@ def selected_attention(
     changes, sink = (
         (None, None) if scores is None else in_rows(scores_of(scores), sizes, kv_heads, rows, placed, tokens)
     )
-    # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
-    mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
+    # A mask has at least one batch element, query and key; `attention` gives zeros without these, and needs no mask.
+    mask = mask_of_queries(index, rows, span, k_len, causal, stop) if batch and q_len and k_len else None
     packed = q.unflatten(1, (kv_heads, group)).transpose(2, 3)  # [B, Hkv, Nq, group, D]
     if rows > group:
         packed = torch.nn.functional.pad(packed, (0, 0, 0, rows - group))

@@ -95,9 +95,8 @@ def arrays_of_tiles(
     check_count("tiles of a mask", len(rows), remedy=_REMEDY)
     i, j, kind = (x.cpu().numpy() for x in (rows, cols, tile))
     if not _in_order(i, j):
-        order = (i.astype(np.int64) * col_blocks + j).argsort(
-            kind="stable"
-        )  # merges sorted runs, which most lists consist of
+        # A stable sort merges sorted runs, which most lists consist of.
+        order = (i.astype(np.int64) * col_blocks + j).argsort(kind="stable")
         i, j, kind = i[order], j[order], kind[order]
         if not _in_order(i, j):
             raise ValueError("a tile must not be listed twice.")

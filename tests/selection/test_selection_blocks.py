@@ -106,8 +106,27 @@ def test_a_batch_may_be_of_more_pairs_than_a_grid_has_rows():
 def test_equal_inputs_have_equal_bits_however_many_pairs_are_computed_at_once(heads, q_len, k_len, seed):
     tensors, index = drawn(heads, q_len, k_len, (16, 16), 16, 3, seed)
     first = gradients_of(tensors, index)
-    with mock.patch.object(block_api, "_SCRATCH", 1):
+    with mock.patch.object(block_api, "_SCRATCH", 4 * 16 * q_len * 3 * (tensors[0].shape[1] // index.shape[1])):
         assert all(map(torch.equal, first, gradients_of(tensors, index)))
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (16, 40), (40, 16)])
+def test_queries_whose_parts_do_not_fit_into_the_scratch_memory_write_none(dims):
+    (q, k, v), index = drawn((1, 2, 2, 2), 40, 40, dims, 16, 2, 0)
+    mask = BlockMask.from_dense(live_of(index, 16, 2, 40, True), block=16)
+
+    def chosen(q, k, v):
+        return block_attention(q, k, v, index, span=16, causal=True, scale=q.shape[-1] ** -0.5)
+
+    with (
+        mock.patch.object(block_api, "_SCRATCH", 4 * 20 * 40 * 2),  # 20 channels of the parts of a pair
+        mock.patch.object(block_api, "transposed", wraps=block_api.transposed) as lists,
+    ):
+        testing.assert_exact(chosen, q, k, v, mask)
+        lists.reset_mock()
+        with torch.no_grad():
+            chosen(q, k, v)
+    assert lists.called == (dims[1] <= 20)  # the forward by blocks
 
 
 @given(

@@ -154,16 +154,14 @@ class DynamicRun:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """By a plan; the next mask needs none."""
         from sparseflash.backends.triton import api
-        from sparseflash.backends.triton.prepared_call import as_kernels_read, prepared
+        from sparseflash.backends.triton.prepared_call import prepared
 
         problem = self._problem(saved.q)
         dq, dk, dv = api.attention.direct_backward(dout, dlse, saved, problem)
-        read = as_kernels_read(dout, dlse, saved)
-        if dlse is None and read[0] is dout and read[2] is saved:  # nothing has to be copied
-            key = native.module().layouts(dout, *saved[:5])
-            if key is not None:
-                made = prepared(*saved[:3], problem).backward_pass(*saved[:4], dout, dlse=False)
-                self._call.learn(key, made, saved.k.shape[1], self._mask)
+        key = None if dlse is not None else native.module().layouts(dout, *saved[:5])
+        made = None if key is None else prepared(*saved[:3], problem).known_backward(key)
+        if made is not None:
+            self._call.learn(key, made, saved.k.shape[1], self._mask)
         return dq, dk, dv
 
     def operator_backward(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import attention, clear_caches, masks, scores
-from sparseflash.backends.triton import call_cache
+from sparseflash.backends.triton import call_cache, prepared_call
 from sparseflash.backends.triton.portable.dynamic_call import DynamicCall
 from sparseflash.backends.triton.schedule import plan as planning
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
@@ -125,6 +125,16 @@ def test_gradients_have_the_bits_of_plans(problem, through_lse):
     for _ in range(4):
         mask = dataclasses.replace(problem.mask, indices=problem.mask.indices.clone())
         assert_equal(differentiated(q, k, v, mask, dout, dlse, scale=problem.scale), want)
+
+
+def test_a_gradient_that_kernels_cannot_read_is_copied_once():
+    for seed in range(3):
+        leaves = [x.requires_grad_() for x in tensors()]
+        out, _ = run(*leaves, chosen(seed))
+        read = mock.patch.object(prepared_call, "as_kernels_read", side_effect=prepared_call.as_kernels_read)
+        with read as copies:
+            torch.autograd.grad(out.sum(), leaves)  # one number, expanded
+        assert copies.call_count == 1
 
 
 def test_other_gradients_take_the_longer_way():

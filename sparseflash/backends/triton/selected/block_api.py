@@ -69,8 +69,11 @@ class Call:
 
     def by_queries(self, *, backward: bool) -> bool:
         """Whether a tile is a query with its group, and not a block with queries that have chosen it: measured on an
-        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone.
+        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone. But
+        it writes no parts, of which one pair of many queries would have more than fit into the scratch memory.
         """
+        if self._parts_of_pair(self.dim if backward else self.v_dim) > _SCRATCH:
+            return True
         if self.span > 64:
             return self.group >= 16
         return self.group >= (4 if self.dim <= 64 and not backward else 8)
@@ -89,9 +92,13 @@ class Call:
             self.blocks, self.span, first_pair, first_pair * self.blocks,
         )  # fmt: skip
 
+    def _parts_of_pair(self, width: int) -> int:
+        """The bytes of the parts of a pair, of `width` numbers a row."""
+        return 4 * width * self.q_len * self.choices * self.group
+
     def chunks(self, width: int) -> Iterator[tuple[int, int]]:
         """`(first pair, pairs)`, whose parts of `width` numbers a row fit into the scratch memory."""
-        most = max(1, _SCRATCH // (4 * width * self.q_len * self.choices * self.group))
+        most = _SCRATCH // self._parts_of_pair(width)
         for first in range(0, self.pairs, most):
             yield first, min(most, self.pairs - first)
 
@@ -160,13 +167,13 @@ def backward(
     span: int, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`(dq, dk, dv)`."""
-    heads, choices = chosen.blocks.shape[0] // q.shape[0], chosen.blocks.shape[2]
+    choices, dq = chosen.blocks.shape[2], empty_gradient(q)
+    if dq.numel() == 0 or k.numel() == 0 or choices == 0:
+        return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
+    heads = chosen.blocks.shape[0] // q.shape[0]
     q_, k_, v_, dout = (readable(x) for x in (q, k, v, dout))
     dlse = None if dlse is None else dlse.contiguous()
     of = Call(q.shape, k_, v_, heads, choices, span, causal, _reach(heads, q_, dout))
-    dq = empty_gradient(q)
-    if dq.numel() == 0 or k.numel() == 0 or choices == 0:
-        return dq.zero_(), empty_gradient(k).zero_(), empty_gradient(v).zero_()
     written = dq if dq.stride(3) == 1 else torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     lse2, delta = torch.empty(2, *lse.shape, dtype=torch.float32, device=q.device)
     scales = scale, scale * LOG2E.value
