@@ -293,7 +293,8 @@ def generate_command(
         place = find_device(device)
         model, config, _ = opened(run, place)
         part = opened_or_unpacked(data).val
-        found = generate.all_measured(model, config, part, batch or [1, 16], config.context, tokens, say)
+        prompt = generate.prompt_tokens(config, tokens)
+        found = generate.all_measured(model, config, part, batch or [1, 16], prompt, tokens, say)
         command = command_line("experiments.lm", without=LOCAL)
         records.record_generation(record, run_of(environment(place, command, commit), seed=config.seed), config, found)
 

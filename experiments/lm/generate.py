@@ -1,4 +1,4 @@
-"""Tokens a second of a trained model that generates with a cache, after prompts of its own context."""
+"""Tokens a second of a trained model that generates with a cache, after prompts that fill its context."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ class Speed(NamedTuple):
     token_seconds: float
     spread: float
     tokens: list[list[int]]
+
+
+def prompt_tokens(config: Config, tokens: int) -> int:
+    """The context. Learned positions end with it, so there the new tokens are within it, too."""
+    if config.positions != "learned":
+        return config.context
+    room = config.context - WARM
+    if tokens >= room:
+        raise ValueError(
+            f"tokens must be less than {room:,}, because learned positions end with the context; got {tokens:,}"
+        )
+    return room - tokens
 
 
 @torch.inference_mode()
