@@ -20,7 +20,7 @@ WARM = 4  # tokens that compile kernels first
 
 
 class Speed(NamedTuple):
-    """Of `batch` sequences: seconds of one prompt, and of a token of all sequences, median and relative spread."""
+    """Seconds for one prompt, and for one token of each of `batch` sequences: the median, with its relative spread."""
 
     batch: int
     prompt: int
@@ -31,7 +31,7 @@ class Speed(NamedTuple):
 
 
 def prompt_tokens(config: Config, tokens: int) -> int:
-    """The context. Learned positions end with it, so there the new tokens are within it, too."""
+    """The length of a prompt: the context, or what new tokens leave of it, because learned positions end with it."""
     if config.positions != "learned":
         return config.context
     room = config.context - WARM

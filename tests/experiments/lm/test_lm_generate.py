@@ -99,7 +99,7 @@ def test_other_patterns_are_refused(tmp_path):
 )
 @torch.no_grad()
 def test_on_a_gpu_the_cache_gives_the_scores_of_all_tokens_together(pattern, dtype):
-    """On average, because a rounding of bf16 may choose another block; NSA chooses too few blocks for that."""
+    """Compared on average, because a rounding of bf16 may choose another block; NSA chooses too few blocks for that."""
     sizes = Sizes(2, 256, 128, 300, 1024)
     layers = of_layers(pattern, 2, sizes.heads, 1024, window=256, block=64)
     torch.manual_seed(0)
