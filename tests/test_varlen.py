@@ -188,6 +188,9 @@ def _or_causal(n, make):
 @example([(40, 40), (41, 41)], "its length by name, last")
 @example([(40, 40), (16, 16)], "of few lengths")
 @example([(40, 40), (16, 16)], "a length below 1")
+@example([(40, 40), (41, 41)], "last queries")
+@example([(40, 40), (41, 41)], "marks apart")
+@example([(40, 40), (41, 41)], "two heads")
 def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):
     sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
     lengths = [stop - start for start, stop in pairwise(sums)]
