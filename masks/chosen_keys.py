@@ -168,7 +168,7 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
         return _words(indices, of, span)
 
     once = list(words()) if indices.numel() * max(1, span // min(block_k, bitmask.WORD)) <= _AT_ONCE else None
-    named = indices.new_zeros(patterns * rows * cols, dtype=torch.int32)  # mapped by vmap where the indices are
+    named = indices.new_zeros(patterns * rows * cols, dtype=torch.int32)  # vmap maps it if it maps the indices
     for tile, _, value in once or words():
         named.scatter_add_(0, tile, (value != 0).to(torch.int32))
     named = named.view(batch, heads, rows, cols)

@@ -1,4 +1,4 @@
-"""Gradients that cannot be differentiated again, and say so."""
+"""Gradients that raise an error when they are differentiated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def first_derivatives(refusal: str, backward: Callable[..., tuple[Any, ...]], *t
     NotImplementedError: no gradients of gradients
 
     For the backward of an autograd function. PyTorch's `once_differentiable` raises in `backward()` only:
-    `torch.autograd.grad(..., inputs)` skips what it has put into the graph, and the result lacks these gradients.
+    `torch.autograd.grad(..., inputs)` skips the node that raises, and silently leaves these gradients out.
     """
     if not torch.is_grad_enabled():
         return backward(*tensors)

@@ -244,7 +244,7 @@ def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None
 
 def seconds_of(name: str) -> dict[str, float]:
     device = torch.device("cuda")
-    # What is the same for all of them comes before: the device, its libraries, and sympy, which PyTorch imports in the
+    # What all of them share is loaded first: the device, its libraries, and sympy, which PyTorch imports in the
     # first `torch.autograd.grad` that is given a gradient (1.7 s).
     x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.grad(x @ x, x, torch.ones_like(x))

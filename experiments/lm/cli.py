@@ -277,7 +277,7 @@ def test_command(
 @app.command("generate")
 def generate_command(
     run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    data: Annotated[Path, typer.Option(help="Tokens that `corpus` has made; passages of its validation are prompts.")],
+    data: Annotated[Path, typer.Option(help="Tokens from `corpus`; prompts are passages of its validation text.")],
     batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens that are timed.")] = 64,
     device: Device = "auto",
@@ -286,14 +286,15 @@ def generate_command(
 ) -> None:
     """Measure tokens a second of a finished run that generates with a cache, after prompts that fill its context.
 
-    For the patterns dense and local and chosen blocks, alone or in turns.
+    For the patterns dense, local and chosen blocks; layers may have different ones.
     """
     with short_errors():
         require_single_process("generate")
         place = find_device(device)
         model, config, _ = opened(run, place)
         part = opened_or_unpacked(data).val
-        found = generate.all_measured(model, config, part, batch or [1, 16], config.context, tokens, say)
+        prompt = generate.prompt_tokens(config, tokens)
+        found = generate.all_measured(model, config, part, batch or [1, 16], prompt, tokens, say)
         command = command_line("experiments.lm", without=LOCAL)
         records.record_generation(record, run_of(environment(place, command, commit), seed=config.seed), config, found)
 

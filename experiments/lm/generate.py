@@ -1,4 +1,4 @@
-"""Tokens a second of a trained model that generates with a cache, after prompts of its own context."""
+"""Tokens a second of a trained model that generates with a cache, after prompts that fill its context."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM = 4  # tokens that compile kernels first
 
 
 class Speed(NamedTuple):
-    """Of `batch` sequences: seconds of one prompt, and of a token of all sequences, median and relative spread."""
+    """Seconds for one prompt, and for one token of each of `batch` sequences: the median, with its relative spread."""
 
     batch: int
     prompt: int
@@ -28,6 +28,18 @@ class Speed(NamedTuple):
     token_seconds: float
     spread: float
     tokens: list[list[int]]
+
+
+def prompt_tokens(config: Config, tokens: int) -> int:
+    """The length of a prompt: the context, or what new tokens leave of it, because learned positions end with it."""
+    if config.positions != "learned":
+        return config.context
+    room = config.context - WARM
+    if tokens >= room:
+        raise ValueError(
+            f"tokens must be less than {room:,}, because learned positions end with the context; got {tokens:,}"
+        )
+    return room - tokens
 
 
 @torch.inference_mode()

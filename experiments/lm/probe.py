@@ -4,8 +4,8 @@ sentence: a passage of the same text, `distance` tokens back, is repeated at the
 name: a word of several tokens that begins with a capital occurs again, `distance` tokens after its first occurrence.
 
 The control has the same tokens at the end and other tokens in the place of the first occurrence, so the difference is
-what the far occurrence tells. Where queries choose blocks, it is also counted how often they choose the block of the
-token that they have to repeat.
+what the far occurrence tells. Where queries choose blocks, the probe also counts how often they choose the block
+of the token that they have to repeat.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Example(NamedTuple):
     control: np.ndarray
     first: int  # the losses of tokens[first : end]
     end: int
-    distance: int  # of these tokens from their first occurrence
+    distance: int  # tokens back to the first occurrence
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ def record_command(
     with short_errors():
         require_single_process("record")
         if (record is None) != (commit is None):
-            raise ValueError("--record and --commit, the commit that the runs are of, must be given together")
+            raise ValueError("--record must be given together with --commit, the commit of the runs")
         found = collect(runs)
         if not found:
             raise FileNotFoundError(f"there is no finished run below {runs}")

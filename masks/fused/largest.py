@@ -12,7 +12,7 @@ from sparseflash.backends.triton.launcher import launches_of
 _SIZE = 2048  # scores of a row that are read at once
 _SHORT = 2048  # scores of a row that are in registers
 _IN_REGISTERS = 4096  # scores of a program of four warps
-_OF_A_WARP = 512  # where rows are no longer than twice this: a warp alone needs no barrier in each of 32 steps
+_OF_A_WARP = 512  # of a program of one warp, for rows up to twice as long: no barrier in each of 32 steps
 _WIDEST = 8192  # scores of a row that are in registers with all warps
 
 
@@ -208,7 +208,7 @@ def short_kernel(
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Finds the k-th largest key of each of ROWS rows, its bits from the highest on; lists what is not below it."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # fewer than 2^31: a division in 64 bits takes long
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # below 2^31; a division in 64 bits is slow
     number = tl.arange(0, SIZE)[None, :]
     exists = row < lists * rows
     in_list, at = row // rows, start + row % rows

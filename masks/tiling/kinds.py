@@ -22,7 +22,7 @@ def by_kind(
 
     `rows`, `cols`: int `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
     number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of each kind, and returns bool
-    `[S, block_q, block_k]`, or the words of these; scores past the ends may be live, and are dropped afterwards.
+    `[S, block_q, block_k]`, or their words; scores past the ends may be live, and are dropped afterwards.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)

@@ -66,7 +66,7 @@ def ranges(first: Integers, last: Integers) -> Iterator[tuple[slice, slice, Numb
 
 
 def take_ranges(table: Numbers, first: Integers, last: Integers, out: Numbers) -> None:
-    """Writes `table[first[r]]` to `table[last[r]]` of all r, one behind the other.
+    """Writes `table[first[r] : last[r] + 1]` of every range r to `out`, one after the other.
 
     >>> out = np.zeros(3, dtype=np.int32)
     >>> take_ranges(np.array([7, 8, 9], dtype=np.int32), np.array([1, 0]), np.array([2, 0]), out)

@@ -105,19 +105,19 @@ def spans_of_heads(
 
 
 class _Pattern(NamedTuple):
-    """Tiles that are not yet listed: the entries from `first` to `last` of a table, for each of some ranges."""
+    """A pattern whose tiles are not listed yet: ranges of a table, each from entry `first` to entry `last`."""
 
     counts: Any  # tiles of each block row
     first: Integers
     last: Integers
     columns: Numbers  # the table
-    kinds: Numbers  # of the tiles of each column
-    others: list[tuple[Any, Any]]  # places of tiles that are of other kinds, and those kinds
+    kinds: Numbers  # of each entry of the table
+    others: list[tuple[Any, Any]]  # places in the list, and the kinds of the tiles there
     words: list[Words]
 
 
 class _Run(NamedTuple):
-    """Runs of keys by block rows, with an empty one for a query that sees none."""
+    """A run of keys for each query, by block rows; empty if the query sees no key."""
 
     starts: Integers  # [Mq, block_q]
     stops: Integers

@@ -218,7 +218,7 @@ class Operator:
 
 
 def _apart(others: Sequence[Any], count: int) -> tuple[tuple[Any, ...], Problem]:
-    """The arguments of score modifications, `count` that begin with a list or none, and the problem behind them."""
+    """The arguments of score modifications, `count` if the first is a list and otherwise none; and the problem."""
     count = count if isinstance(others[0], list | tuple) else 0
     return tuple(others[:count]), Problem(*others[count:])
 

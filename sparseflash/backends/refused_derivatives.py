@@ -22,7 +22,7 @@ def refuse_second_gradients(name: str) -> Callable[..., NoReturn]:
 
 
 def no_second_gradients(name: str) -> str:
-    """What is said of a backend whose gradients cannot be differentiated."""
+    """The error text of a backend whose gradients cannot be differentiated."""
     return f"gradients of gradients are not implemented by the {name} backend; backend='reference' has them."
 
 

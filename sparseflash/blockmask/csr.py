@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def are_on_host(*arrays: Tensor) -> bool:
-    """Whether NumPy can read these arrays, and no mode wants to see operations. On short lists NumPy takes half as long
-    as PyTorch's operations.
+    """Whether NumPy can read these arrays, and no dispatch mode must see the operations.
+
+    On short lists NumPy takes half as long as PyTorch's operations.
     """
     if torch._C._len_torch_dispatch_stack():
         return False
@@ -70,7 +71,7 @@ def columns_of(
 def _transposed_on_host(
     indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int, col_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same by NumPy."""
+    """`columns_of` by NumPy."""
     starts, stored = indptr.numpy(), int(indptr[-1])
     patterns = (len(starts) - 1) // row_blocks
     check_count("patterns x block columns", patterns, col_blocks, remedy="Use larger blocks.")

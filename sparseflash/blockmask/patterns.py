@@ -1,4 +1,4 @@
-"""Patterns as lists of tiles on the CPU, which can have millions: compared and joined without other lists as long."""
+"""Patterns as lists of tiles on the CPU, which can have millions: compared and joined without another long list."""
 
 from __future__ import annotations
 

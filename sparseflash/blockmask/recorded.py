@@ -93,12 +93,15 @@ def answer(family: Family, length: int, options: dict[str, Any], key: Any) -> Bl
 
 
 def are_runs_recorded() -> bool:
-    """Whether `mask_of_runs` computes no mask."""
+    """Whether masks of runs are recorded, so that `mask_of_runs` does not compute them."""
     return _thread.runs is not None
 
 
 def mask_of_runs(runs: Callable[[], Runs | None], make: Callable[[], BlockMask]) -> BlockMask:
-    """`make()`, a mask of these runs, or of none. While masks are recorded, it is computed only when it is read."""
+    """`make()`; `runs()` are its runs, or None if it has none.
+
+    While masks are recorded, a mask of runs is computed only when it is read.
+    """
     if _thread.runs is None or (found := runs()) is None:
         return make()
     mask = _later(make)
@@ -124,8 +127,8 @@ def _alone(make: Callable[[], BlockMask], runs: FoundRuns | None) -> BlockMask:
 
 @contextmanager
 def recorded(families: Collection[Family], unlike: frozenset[str] = frozenset()) -> Iterator[Recording]:
-    """Inside the block, masks of runs are recorded, and calls of these families with one length, but not those with an
-    option that is in `unlike`. The masks must exist for each length from 1 on, whatever the other options, or for none.
+    """Records the masks that are made in the `with` block: masks of runs, and calls of these families with one length
+    and without an option in `unlike`. With each choice of options, masks must exist for all lengths from 1 on or none.
 
     >>> from sparseflash import masks
     >>> with recorded({masks.causal.__wrapped__}) as recording:

@@ -125,7 +125,7 @@ def unknown(name: str, own: Mapping[str, Any], hint: str) -> str:
 
 
 def no_pattern(name: str, patterns: Collection[str], mine: Sequence[str] = ()) -> str:
-    """The message for an unknown pattern, with the name here or similar names."""
+    """The message for an unknown pattern, with its name in this library or similar names."""
     if name in OTHER_NAMES:
         return f"no pattern is called {name}; use {OTHER_NAMES[name]}."
     near = get_close_matches(name, [*mine, *patterns], n=3, cutoff=0.6)

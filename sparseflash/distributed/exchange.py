@@ -1,8 +1,8 @@
 """Keys and values travel to the ranks that read them, or queries to keys, and their gradients travel back.
 
 The exchanges of all stages start together; each is waited for when its keys are needed. Backward runs the stages in
-reverse: the gradients of a stage are sent back as soon as they are computed. Each owner adds those that come back to
-its own, by rank and in fp32.
+reverse: the gradients of a stage are sent back as soon as they are computed. Each owner adds the gradients that come
+back to its own, by rank and in fp32.
 """
 
 from __future__ import annotations

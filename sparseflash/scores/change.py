@@ -244,7 +244,7 @@ def on_device(x: Tensor, name: str, sizes: Sizes) -> None:
 
 def broadcasts(x: Tensor, name: str, letters: str, wanted: Sequence[int], sizes: Sizes) -> None:
     """Raises ValueError unless each size of `x` is 1 or the attention's, and x lies on q's device."""
-    # Not `in`: torch.compile (PyTorch 2.13) takes `4 in (1, n)` for False if n may change, whatever it is.
+    # Not `in`: torch.compile (PyTorch 2.13) evaluates `4 in (1, n)` to False if n may change, whatever its value.
     if x.ndim != len(wanted) or any(1 != own != size for own, size in zip(x.shape, wanted)):
         raise ValueError(f"{name} must have shape [{letters}], here {list(wanted)} or 1 instead; got {list(x.shape)}.")
     on_device(x, name, sizes)

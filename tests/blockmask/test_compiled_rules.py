@@ -131,7 +131,7 @@ def test_a_mask_follows_the_numbers_that_its_rule_reads(name):
     assert len(graphs) <= len(set(VALUES))
 
 
-# What a rule reads, in every way, is drawn above; here each way of reading once, for rules in other places.
+# Every way of reading is drawn above; rules in other places are tried with each kind of reading once.
 @pytest.mark.parametrize(
     "name", ["a global number", "an attribute of a global object", "a closure variable", "a default argument"]
 )

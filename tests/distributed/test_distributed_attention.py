@@ -128,7 +128,7 @@ def test_a_graph_of_the_gradients_may_be_asked_for(pool, strategy):
 
 
 def second_gradients(member, strategy, stages, backend):
-    """Of a loss with gradients: those of whole tensors in one process, and of this rank's tokens."""
+    """Gradients of a loss that contains gradients: of whole tensors in one process, and of this rank's tokens."""
     mask = masks.causal(64, block=16)
     given = [x.detach().double() for x in tensors(mask)]
     plan = distributed.shard(mask, member.group, strategy=strategy, stages=stages)

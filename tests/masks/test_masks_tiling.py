@@ -10,7 +10,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.masks.tiling import listing
 from sparseflash.masks.tiling.diagonals import diagonals
 from sparseflash.masks.tiling.kinds import by_kind
-from sparseflash.masks.tiling.spans import spans
+from sparseflash.masks.tiling.spans import spans, spans_of_heads
 from tests.compared.portions import assert_same_in_portions
 from tests.drawn.masks import SEEDS, blocks, lengths
 from tests.masks.mask_rules import BLOCKS, assert_keeps, grid
@@ -32,6 +32,33 @@ def test_spans_keeps_runs_and_marked_rows_and_columns_up_to_their_limit(q_len, k
     assert_keeps(spans(start, stop, k_len, rows=rows, cols=cols, block=block), run | marked)
     limited = run | (marked & (k < limit[q]))
     assert_keeps(spans(start, stop, k_len, limit=limit, rows=rows, cols=cols, block=block), limited)
+
+
+@given(lengths(MOST), lengths(MOST), blocks(BLOCKS), SEEDS)
+def test_spans_keeps_two_runs_of_each_query(q_len, k_len, block, seed):
+    rng = np.random.default_rng(seed)
+    ends = []
+    for most in rng.choice([1, 20, k_len + 5], 2):
+        at = rng.integers(-5, k_len + 5, q_len) if rng.random() < 0.5 else np.arange(q_len) + rng.integers(-20, k_len)
+        ends += [torch.from_numpy(at), torch.from_numpy(at + rng.integers(-3, most + 1))]
+    q, k = grid(q_len, k_len)
+    first, second = ((start[q] <= k) & (k < stop[q]) for start, stop in (ends[:2], ends[2:]))
+    made = spans_of_heads(*ends[:2], k_len, [(None, None)], [0], second=(ends[2], ends[3]), block=block)
+    assert_keeps(made, first | second)
+
+
+@pytest.mark.parametrize("long", [0, 256])
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 9)), min_size=1, max_size=9))
+def test_ranges_are_copied_or_looked_up(long, ends):
+    first, last = np.array(ends).T
+    table = np.arange(100, 110, dtype=np.int32)
+    each = [list(range(a, b + 1)) for a, b in ends]
+    out = np.empty(sum(map(len, each)), dtype=np.int32)
+    with mock.patch.object(listing, "_LONG", long):
+        listing.take_ranges(table, first, last, out)
+        indptr, cols = listing.rows_of(first, last)
+    assert cols.tolist() == [col for some in each for col in some] == (out - 100).tolist()
+    assert indptr.tolist() == [0, *np.cumsum([len(some) for some in each])]
 
 
 @given(sizes(), SEEDS)

@@ -115,7 +115,7 @@ class Choosing(nn.Module):
 
 @contextmanager
 def choices_kept(model: nn.Module) -> Iterator[list[Choices]]:
-    """Collects the choices of all layers in forwards inside, in the order of the layers."""
+    """Collects what each layer chooses while the `with` block runs, in the order of the layers."""
     found: list[Choices] = []
     layers = [each.layer for each in model.modules() if isinstance(each, Choosing)]
 
@@ -133,4 +133,4 @@ def choices_kept(model: nn.Module) -> Iterator[list[Choices]]:
         yield found
     finally:
         for layer in layers:
-            del layer.choice  # so that it is its class's again
+            del layer.choice  # the method of the class is called again

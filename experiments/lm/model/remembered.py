@@ -61,9 +61,9 @@ Layer = Remembered | RememberedChoosing
 def remembered(
     model: LanguageModel, patterns: Sequence[str], batch: int, capacity: int, *, window: int, block: int
 ) -> list[Layer]:
-    """A layer's attention for each of the model's, with room for `capacity` tokens of each sequence.
+    """Attention with a cache for each layer, with room for `capacity` tokens of each sequence.
 
-    patterns: "dense", "local", or blocks that are chosen, for each layer.
+    patterns: for each layer "dense", "local" or a pattern of chosen blocks.
     """
     device, sizes = model.embedding.weight.device, model.sizes
     made: list[Layer] = []
@@ -81,7 +81,7 @@ def remembered(
 
 
 def put_row(whole: Sequence[Layer], row: int, one: Sequence[Layer]) -> None:
-    """Puts the tokens of caches of one sequence into a row of larger ones, whose rows have equally many tokens."""
+    """Copies the caches of one sequence into a row of the caches of several, all of the same length."""
     for there, here in zip(whole, one, strict=True):
         mine, its = there.cache, here.cache
         pairs = [(mine.k, its.k), (mine.v, its.v)]

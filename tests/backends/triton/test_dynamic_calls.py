@@ -105,7 +105,7 @@ def differentiated(q, k, v, mask, dout, dlse=None, call=run, **options):
 def test_training_needs_no_plans_from_the_third_mask_on():
     q, k, v = tensors()
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
-    for seed, needed in enumerate((1, 1, 0, 0)):  # of the second mask the backward, which is then known
+    for seed, needed in enumerate((1, 1, 0, 0)):  # the second mask plans its backward, which is then known
         with served() as plans:
             got = differentiated(q, k, v, chosen(seed), dout)
         assert plans.call_count == needed

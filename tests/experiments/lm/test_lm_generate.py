@@ -70,6 +70,17 @@ def test_the_command_measures_and_records(tmp_path):
     assert [each.name for each in found] == names and all(each.value > 0 for each in found)
 
 
+def test_learned_positions_end_with_the_context(tmp_path):
+    store = tokens(tmp_path)
+    Run(tiny(positions="learned", steps=1), store, tmp_path / "run").train()
+    words = ["generate", str(tmp_path / "run"), "--data", str(store.folder), "--batch", "1", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*words, "--tokens", "2"])
+    assert result.exit_code == 0 and f"1 x {64 - generate.WARM - 2} tokens" in result.output, result.output
+    result = CliRunner().invoke(app, [*words, "--tokens", str(64 - generate.WARM)])
+    assert result.exit_code == 2
+    assert "tokens must be less than 60, because learned positions end with the context; got 60" in result.output
+
+
 def test_other_patterns_are_refused(tmp_path):
     store = tokens(tmp_path)
     Run(tiny(pattern="butterfly", steps=1), store, tmp_path / "run").train()
@@ -88,7 +99,7 @@ def test_other_patterns_are_refused(tmp_path):
 )
 @torch.no_grad()
 def test_on_a_gpu_the_cache_gives_the_scores_of_all_tokens_together(pattern, dtype):
-    """On average, because a rounding of bf16 may choose another block; NSA chooses too few blocks for that."""
+    """Compared on average, because a rounding of bf16 may choose another block; NSA chooses too few blocks for that."""
     sizes = Sizes(2, 256, 128, 300, 1024)
     layers = of_layers(pattern, 2, sizes.heads, 1024, window=256, block=64)
     torch.manual_seed(0)

@@ -166,9 +166,9 @@ class Source:
             return
         is_long = node.op in ("add", "sub", "mul", "neg", "pow") and self._is_wide(number)
         given = [self._made.nodes[each] for each in node.inputs]
-        # Triton does not compare 32 bits with a number of more, either.
+        # Nor does Triton compare an integer of 32 bits with a wider one.
         if (is_long and not _fits(self._range(number))) or any(map(_is_long_number, given)):
-            for at in range(node.op == "where", len(given)):  # but the condition
+            for at in range(node.op == "where", len(given)):  # all but the condition
                 if given[at].op != "number" and given[at].kind != "float":
                     inputs[at] = f"tl.cast({inputs[at]}, tl.int64)"
         if node.op == "remainder":

@@ -5,8 +5,8 @@ One warpgroup holds dv of ROWS keys, the other dk of the same keys:
     S = K Q^T - lse,  P = exp(S),  dV += P dO        |        dP = V dO^T - delta,  dS = P * dP,  dK += dS Q
 
 P passes through shared memory, rounded as dV reads it. So the products run once, and exponentials run under the other
-warpgroup's products. An item, a tile of GROUPS * ROWS keys, is GROUPS such pieces, one after another. Otherwise the
-kernel is `wide_dkdv.py`.
+warpgroup's products. An item, a tile of GROUPS * ROWS keys, is GROUPS such pieces, one after another. Where dk and
+dv fit together, the kernel is `wide_dkdv.py`.
 """
 
 from triton.experimental import gluon
@@ -213,8 +213,8 @@ def consumer_of_values(
                 turn += 1
             for _i in range(count * GROUPS):
                 q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
-                # Before dP, so that dP and dK run under the next exponentials. The queries are there, too: the other
-                # warpgroup has waited for them.
+                # This wait comes before dP, so that dP and dK run under the next exponentials. The queries have
+                # arrived, too, because the other warpgroup has waited for them.
                 weights_are("written", "sync")
                 weights = weights_s.load(S)
                 own = unknown(0)

@@ -1,7 +1,7 @@
 """Calls with dynamic masks, which are new at every step: prepared once for all masks of one layout.
 
-A plan serves many calls with one mask. For the only call of a mask its objects take longer than the kernels, so here
-the work is listed by the same kernels and nothing is kept.
+A plan serves many calls with one mask. For a mask with a single call, making the plan's objects would take longer than
+the kernels. So here the same kernels list the work, and nothing is kept.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class DynamicCall:
 
     def __init__(self, forward: Forward, setting: Setting, kernels: str) -> None:
         self.scale, self.kernels = forward.layout.numbers.scale, kernels
-        # Not the forward itself, which holds the work of a mask.
+        # Parts of the forward: the forward itself would keep the work of one mask alive.
         self._layout, self._kernel, self._heads = forward.layout, _Kernel(forward.kernel), setting.plan.pattern.shape
         self.backwards = BoundedDict(_MOST_LAYOUTS)  # by the layouts of `(dout, q, k, v, out, lse)`
 
     def serves(self, mask: BlockMask) -> bool:
-        """Whether a mask has not been attended. Otherwise this and later calls plan it."""
+        """Whether this is the first call with a mask. Later calls plan it."""
         cache = mask_cache(mask.indices)
         return not (_DONE in cache or "plans" in cache)
 

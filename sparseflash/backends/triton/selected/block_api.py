@@ -68,9 +68,10 @@ class Call:
         )  # fmt: skip
 
     def by_queries(self, *, backward: bool) -> bool:
-        """Whether a tile is a query with its group, and not a block with queries that have chosen it: measured on an
-        H200, tried/portable.csv. A tile of fewer than 16 heads is padded, and reads all blocks of its query alone. But
-        it writes no parts, of which one pair of many queries would have more than fit into the scratch memory.
+        """Whether a tile is a query with its group, or else a block with the queries that have chosen it.
+
+        Measured on an H200, tried/portable.csv. A tile of a query is padded to 16 heads, and shares no block with other
+        queries. But it writes no parts, and the parts of one pair with many queries may exceed the scratch memory.
         """
         if self._parts_of_pair(self.dim if backward else self.v_dim) > _SCRATCH:
             return True
@@ -93,7 +94,7 @@ class Call:
         )  # fmt: skip
 
     def _parts_of_pair(self, width: int) -> int:
-        """The bytes of the parts of a pair, of `width` numbers a row."""
+        """The bytes that the parts of a pair take, with `width` numbers a row."""
         return 4 * width * self.q_len * self.choices * self.group
 
     def chunks(self, width: int) -> Iterator[tuple[int, int]]:
@@ -110,7 +111,7 @@ class Call:
 
 
 def _warps(shape: BlockShape, of_16: int) -> int:
-    """The warps of a tile, from those for 16 rows."""
+    """The number of warps for a tile, given the number for 16 rows."""
     return min(4, of_16 * (shape.ROWS // 16))
 
 

@@ -3,7 +3,7 @@
 A bit says whether a query has chosen a block; so the order in which programs set bits does not matter. An entry's place
 is the number of entries of earlier blocks, and of earlier queries with this block.
 
-An entry is `query << slot_bits(choices) | slot`: the block is there in the query's list.
+An entry is `query << slot_bits(choices) | slot`, where `slot` is the block's place in the query's list.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def slot_bits(choices: int) -> int:
 
 
 class Chosen(NamedTuple):
-    """The lists of queries, of all pairs of a batch element and a head that chooses: each block once, if causal without
-    those after the query, -1 at the end.
+    """The blocks that each query has chosen, for all pairs of a batch element and a head that chooses: without
+    repetitions, if causal without blocks after the query, and with -1 at the end.
     """
 
     blocks: Tensor  # int32 [pairs, queries, choices]
@@ -39,7 +39,7 @@ class Chosen(NamedTuple):
 
 
 class Transposed(NamedTuple):
-    """The lists of blocks."""
+    """The queries that have chosen each block."""
 
     entries: Tensor  # int32 [pairs * queries * choices]: of a block, then of the next
     ends: Tensor  # int32 [pairs * blocks]: where the entries of each block end
@@ -61,7 +61,7 @@ def chosen_of(index: Tensor, blocks: int, span: int, k_len: int, causal: bool) -
 
 
 def transposed(chosen: Chosen, blocks: int) -> Transposed:
-    """The lists of blocks of the lists of queries."""
+    """The queries of each block, from the blocks of each query."""
     pairs, q_len, choices = chosen.blocks.shape
     device, groups = chosen.blocks.device, -(-q_len // (32 * _WORDS))
     at_once = min(pairs, max(1, _SCRATCH // (4 * blocks * groups * _WORDS)))
@@ -127,7 +127,7 @@ def choose_kernel(
 def _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES: tl.constexpr, WORDS: tl.constexpr):
     """For each entry of a program: `(query, slot, place of its block's bits of this group of queries, is a block)`."""
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    block = tl.load(chosen_ptr + at, mask=(at >= 0) & (at < count), other=-1)  # below 0: past 2^31
+    block = tl.load(chosen_ptr + at, mask=(at >= 0) & (at < count), other=-1)  # negative past 2^31
     row = at // choices
     query = row % q_len
     block_of_all = (row // q_len).to(tl.int64) * blocks + tl.maximum(block, 0)

@@ -18,7 +18,7 @@ SIZES = ["q_len", "k_len", "shift", "heads", "repeats", "group", "choices"]
 
 @triton.jit
 def _query_of_program(q_len, heads, group, ROWS: tl.constexpr):
-    """`(list, batch, head that chooses, query, head of its group of each row, which of them there are)`."""
+    """`(list, batch, head that chooses, query, head of its group in each row, whether the row has a head)`."""
     row = tl.program_id(0).to(tl.int64)
     pair, query = row // q_len, row % q_len
     in_group = tl.arange(0, ROWS).to(tl.int64)  # heads may lie 2^31 numbers apart

@@ -116,7 +116,7 @@ def tile_dkdv_kernel(
         dout = columns(dout_ptr, query * dout_strides[2] + in_group * dout_strides[1], inside, 0, DV, PADDED_DV)
         lse2 = tl.load(lse2_ptr + rows + query, mask=inside, other=float("inf"))
         delta = tl.load(delta_ptr + rows + query, mask=inside, other=0.0)
-        # A bit a query, not a row: [TOKENS, SIZE], then the same for all heads.
+        # One bit for each query, [TOKENS, SIZE], repeated for its heads.
         place = at + tl.arange(0, SIZE)
         number = tl.load(entries_ptr + place, mask=place < stop, other=0)
         words = tl.load(bits_ptr[:, None] + (number >> 5)[None, :], mask=is_token[:, None], other=0)
