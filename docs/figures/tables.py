@@ -69,10 +69,7 @@ TABLES = {
     ),
     "workloads-older": Table(
         {
-            "causal, 8K, D=192": "causal-8k-d192/192",
             "causal, 16K, 32 heads, D=64": "causal-16k-d64/64",
-            "dense, 4K, batch 2, D=32": "dense-4k-d32/32",
-            "dense, 4K, batch 2, D=80": "dense-4k-d80/80",
             "dense, 16K, 32 heads, D=64": "dense-16k-d64/64",
             "window 1,024, 16K, D=64": "window-1024-16k-d64/64",
             "window 1,024, 16K, D=256": "window-1024-16k-d256/256",
@@ -83,7 +80,14 @@ TABLES = {
         _beside("sparseflash"), "", "workload", "none", "none: as above.",
     ),
     "head-dims": Table(
-        {"D=256": "causal-8k-d256/256", "queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
+        {f"{mask}, D={dim}": f"{case}-d{dim}/{dim}"
+         for mask, case, dims in (("dense, 4K, batch 2", "dense-4k", (32, 64, 72, 80, 96)),
+                                  ("causal, 8K", "causal-8k", (192, 256))) for dim in dims},
+        {label: f"{request} @ h200-head-dims" for label, request in _beside("sparseflash").items()}, "", "workload",
+        "none", "none: FlashAttention-4's gradients were wrong.",
+    ),
+    "deepseek": Table(
+        {"queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
         _beside("sparseflash-hopper"), "", "causal, 8,192 tokens, 16 heads",
     ),
     "scores": Table(
@@ -98,8 +102,8 @@ TABLES = {
          "the same causal mask, made anew, and a call": "new-causal-mask-and-a-call",
          "another window at every call": "another-window-and-a-call",
          "`top_k_blocks` and a call": "top-k-blocks-and-a-call"},
-        {"sparseflash": "sparseflash", "SDPA": "sdpa"}, "calls/{row}/{column} @ h200-triton-3.9", "host time in µs",
-        "none", units=False,
+        {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"}, "calls/{row}/{column} @ h200",
+        "host time in µs", "none", units=False,
     ),
     "gpt": Table(
         {"1,024 tokens, batch 64": "small-1024", "4,096 tokens, batch 16": "small-4096"},
@@ -152,6 +156,14 @@ TABLES = {
         {"validation loss a token": "loss", "trained on": "tokens", "speed": "speed"}, "lm/10-minutes/{column}/{row}",
         "context, mask", note="One seed.",
     ),
+    "lm-chosen": Table(
+        {"validation loss a token": "loss", "loss on other authors": "test-loss", "trained on": "tokens",
+         "time": "minutes", "speed": "speed"},
+        {"dense, 50 steps": "lm/novels-50-steps/{row}/32768-dense",
+         "MSA, 50 steps": "lm/novels-50-steps/{row}/32768-msa",
+         "MSA, dense's minutes": "lm/novels-1.25-minutes/{row}/32768-msa"},
+        "", "32,768 tokens", "not tested", "One seed.",
+    ),
     "recall": Table(
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
          "a window": "window"},
@@ -166,6 +178,13 @@ TABLES = {
          for tokens in (8192, 16_384, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
         "", "speed over dense attention's (SDPA)", "not run",
         "Attention of the layer alone in its paper's sizes, its choice included, with random inputs.",
+    ),
+    "ideas-newer": Table(
+        {"`NativeSparseAttention`": "NSA", "`MixtureOfBlocks`": "MoBA", "`BlockSelection`": "MSA",
+         "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"},
+        {f"{tokens:,} tokens, {label}": f"selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas-newer"
+         for tokens in (8192, 16_384) for label, passed in (("forward", "forward"), ("both passes", "both"))},
+        "", "time of the layer's attention", "not run",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
