@@ -121,8 +121,8 @@ class Attention:
             reason = str(error).partition("\n")[0].partition("; got")[0]
             raise TypeError(
                 f"pattern must be a mask or a function of an attention module; called with {type(module).__name__}, it "
-                f"raises {reason!r}. Instead of a function of the length register its mask for the number of tokens "
-                "that no row will exceed, such as register(masks.causal(4096))."
+                f"raises {reason!r}. Instead of a function of the length, register the mask of the longest sequence, "
+                "such as register(masks.causal(4096))."
             ) from error
         return pattern if pattern is None else checked_mask(pattern)
 

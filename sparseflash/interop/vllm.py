@@ -35,8 +35,8 @@ def flash_attn_varlen_func(
     torch.Size([2, 4, 64])
 
     Args:
-        q: the new tokens of all sequences, `[total_q, Hq, D]`; they are the last `seqused_k` says, so their keys must
-            have been written.
+        q: the new tokens of all sequences, `[total_q, Hq, D]`; their keys stand at the end of each sequence's
+            `seqused_k` keys, so they must have been written.
         k, v: the whole cache, `[blocks, block_size, Hkv, D]`.
         max_seqlen_q, cu_seqlens_q: the longest number of new tokens, and `query_start_loc`, integers `[B + 1]`.
         seqused_k, block_table: `seq_lens`, integers `[B]`, and the blocks of each sequence, integers `[B, n]`.

@@ -31,8 +31,8 @@ Written by `python -m experiments.lra record` from the files of this folder and 
 one setting, with all of its seeds; a line without ± is a single run. Accuracies are in percent. Their standard error is
 0.9 on the 2,000 expressions of ListOps, and 0.1 to 0.4 on the other tasks. The best setting of a task is the best in
 validation, or in the test if there was no validation. For text, as in the arena, the validation examples are a part of
-the test split. Where no dense model was trained in the best setting, the column has the dense model of another setting,
-and in brackets the sparse model of that setting.
+the test split. Where the best setting has no dense model, the column shows another setting: its dense model, and
+in brackets its sparse model.
 
 """
 LIMITS = """
