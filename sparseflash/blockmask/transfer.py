@@ -31,4 +31,5 @@ def to_device(arrays: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         start += size + space
     # A copy from pageable memory has read its source when it returns, so `buffer` may be freed.
     parts = torch.from_numpy(buffer).to(device, non_blocking=True).split(sizes)[::2]
-    return [part if x.ndim == 1 else part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]
+    # A view of all, also of flat arrays: Dynamo sets no attribute on a part itself.
+    return [part.view(x.shape) for part, x in zip(parts, arrays, strict=True)]

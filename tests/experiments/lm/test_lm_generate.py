@@ -63,7 +63,7 @@ def test_the_command_measures_and_records(tmp_path):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     run, found = read(tmp_path / "r.jsonl")
-    assert run.commit == "abc" and "generate" in run.command
+    assert run.commit == "abc" and "experiments.lm" in run.command
     names = [
         f"lm/generate/{batch}x64/{what}/64-local-then-dense" for batch in (1, 3) for what in ("tokens", "prompt-tokens")
     ]

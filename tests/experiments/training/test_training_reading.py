@@ -1,5 +1,4 @@
 import importlib
-import json
 
 import pytest
 from typer.testing import CliRunner
@@ -15,8 +14,7 @@ COMMANDS = {
     "pathfinder parameters": ("experiments.pathfinder.cli", "generate --parameters {}/a.json --out {}/out", "a.json"),
     "pathfinder picture": ("experiments.pathfinder.cli", "picture --real {}/a.png --out {}/b.png", "a.png"),
     "thin": ("experiments.training.__main__", "thin {}/log.jsonl", "log.jsonl"),
-    "lra table": ("experiments.lra.cli", "table --keep-times --out {} --runs {}", "table.json"),
-    "lra runs": ("experiments.lra.cli", "table --keep-times --out {}/times --runs {}/run", "run/metrics.json"),
+    "lra runs": ("experiments.lra.cli", "record {}/run", "run/metrics.json"),
     "lra series": ("experiments.lra.cli", "train --resume --out {}", "seeds.json"),
     "lra resume": ("experiments.lra.cli", "train --resume --out {}", "config.json"),
     "lm resume": ("experiments.lm.cli", "train --resume --out {}", "config.json"),
@@ -37,9 +35,6 @@ def test_a_file_of_something_else_is_named_in_one_line(name, contents, tmp_path)
     module, words, file = COMMANDS[name]
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_bytes(contents + b"\n")
-    if name == "lra runs":
-        (tmp_path / "times").mkdir()
-        (tmp_path / "times/table.json").write_text(json.dumps({"facts": {}, "times": []}))
     if name == "pathx weights":
         (tmp_path / "model.safetensors").write_bytes(b"")
     app = importlib.import_module(module).app

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from sparseflash import scores
 from sparseflash.backends.triton.changes import hopper_pairs
-from sparseflash.backends.triton.hopper import backward_consumer, backward_loader, backward_sender, passes
+from sparseflash.backends.triton.hopper import backward_consumer, backward_loader, backward_sender, passes, wide_pass
 from sparseflash.backends.triton.hopper import wide_apart as wide_apart_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
+from sparseflash.backends.triton.hopper.configs import dkdv_config_for
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.persistent import backward_plan, cuts
 from sparseflash.scores.change import Scores
@@ -207,13 +208,20 @@ def right():
     return [case() for case in CASES]
 
 
-# Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers for dP
-# before the exponentials; tiles of 64.
+def run_with_few_stages(*arguments, **how):
+    def few(*of):
+        return dkdv_config_for(*of)._replace(q_stages=2, dout_stages=1)
+
+    with mock.patch.object(wide_pass, "dkdv_config_for", few):
+        return run(*arguments, **how)
+
+
+# dk and dv apart; together, with few stages, so that no wait is implied by another; with registers for dP before the
+# exponentials; tiles of 64.
 WIDE = [
-    *(
-        partial(run, some_problem(dim=dim, v_dim=v_dim), gradients=True, programs=4)
-        for dim, v_dim in ((256, 256), (192, 128), (144, 64))
-    ),
+    partial(run, some_problem(dim=256, v_dim=256), gradients=True, programs=4),
+    partial(run_with_few_stages, some_problem(dim=192, v_dim=128), gradients=True, programs=4),
+    partial(run, some_problem(dim=144, v_dim=64), gradients=True, programs=4),
     partial(run, some_small_problem(dim=128, v_dim=128), gradients=True, programs=2, most_filled=1.0),
 ]
 
