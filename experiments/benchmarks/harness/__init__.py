@@ -14,6 +14,7 @@ It writes `runs/mine/mine.jsonl`, in the form of experiments.measurements, after
 
 from experiments.benchmarks.harness.bench import Bench
 from experiments.benchmarks.harness.options import (
+    Cases,
     Commit,
     Device,
     Minutes,
@@ -22,12 +23,13 @@ from experiments.benchmarks.harness.options import (
     Seed,
     chosen,
     deadline,
+    matching,
     separated,
 )  # fmt: skip
 from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, passes, reason
 from experiments.measurements import slug
 
 __all__ = [
-    "SAME_FUNCTION", "Bench", "Commit", "Device", "Minutes", "Out", "Rounds", "Seed", "Unavailable", "Way",
-    "chosen", "deadline", "difference", "failure_of", "passes", "reason", "separated", "slug",
+    "SAME_FUNCTION", "Bench", "Cases", "Commit", "Device", "Minutes", "Out", "Rounds", "Seed", "Unavailable", "Way",
+    "chosen", "deadline", "difference", "failure_of", "matching", "passes", "reason", "separated", "slug",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import typer
 
 from experiments.benchmarks.harness import table
-from experiments.benchmarks.harness.ways import Way, failure_of, reason
+from experiments.benchmarks.harness.ways import Way, failure_of, reason, without_frames
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import Timed, Timing, in_turns, of_single_calls, recorded
 from experiments.measurements import Measurement, Run, current_run, read, write
@@ -81,7 +81,7 @@ class Bench:
                 call = recorded(way.call) if way.recorded and self.device.type == "cuda" else way.call
                 timed[name] = Timed(call, way.context)
             except Exception as failure:
-                failures[name] = failure
+                failures[name] = without_frames(failure) if way.peer else failure
         if host_calls is None:
             timings = in_turns(timed, self.device, rounds=self.rounds, round_ms=self.round_ms)
         else:

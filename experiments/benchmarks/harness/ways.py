@@ -67,6 +67,16 @@ def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exce
     return None
 
 
+def without_frames(failure: Exception) -> Exception:
+    """The error without tracebacks, whose frames would keep the autograd graph of the failed call alive. Its nodes
+    belong to the stream they were made on, so no later backward of the same tensors could be recorded."""
+    each: BaseException | None = failure
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return failure
+
+
 def reason(failure: Exception) -> str:
     if isinstance(failure, Unavailable):
         return f"skipped: {failure}"

@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way, passes
+from experiments.benchmarks.harness import Bench, Cases, Commit, Device, Out, Unavailable, Way, matching, passes
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
 from experiments.benchmarks.speed.peers.runner import planned
@@ -183,16 +183,18 @@ def blocks(
     out: Out = Path("runs/selection-cost"),
     device: Device = "cuda",
     small: Annotated[bool, typer.Option("--small", help="Three small cases, to try it.")] = False,
+    cases: Cases = "*",
     commit: Commit = None,
 ) -> None:
     """Measure the choice of blocks, its plan and attention, eager and recorded, and peers with the same blocks.
 
     On a GPU, microseconds of the host are measured, too.
     """
+    found = matching(cases, SMALL if small else CASES)
     bench = Bench.start(
         "selection", device, commit, out, round_ms=0.0 if small else 60.0, packages=("flashinfer-python",)
     )  # fmt: skip
-    for case in SMALL if small else CASES:
+    for case in found:
         measure(bench, case, host_calls=1 if small else 5)
     bench.finish()
 

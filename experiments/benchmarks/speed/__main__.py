@@ -7,7 +7,7 @@ from typing import Annotated
 import torch
 import typer
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Minutes, Out, Seed, chosen, deadline, separated
+from experiments.benchmarks.harness import Bench, Cases, Commit, Device, Minutes, Out, Seed, chosen, deadline, separated
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named
 from experiments.benchmarks.speed.run import run_all, run_case
@@ -28,7 +28,7 @@ def _sized(case: Case, length: int | None, block: int | None, device: torch.devi
 @app.command(epilog="Several commands in a limited time: see experiments/benchmarks/speed/README.md.")
 def main(
     group: Annotated[list[str] | None, typer.Option(help=", ".join(GROUPS), show_default="all but workloads")] = None,
-    cases: Annotated[str, typer.Option(help="Comma-separated globs over the names of the cases.")] = "*",
+    cases: Cases = "*",
     list_: Annotated[bool, typer.Option("--list", help="Print the groups and their cases, and stop.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Six masks at D=64 and D=128, in three minutes.")] = False,
     peers: Annotated[str | None, typer.Option(help=f"{', '.join(PEERS)}; or none.", show_default="most")] = None,

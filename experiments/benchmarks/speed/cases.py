@@ -2,13 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from typing import Any
 
 import torch
 import typer
 
-from experiments.benchmarks.harness import chosen, separated
+from experiments.benchmarks.harness import chosen, matching
 
 FORWARD, BACKWARD, BOTH, MEMORY = "forward", "backward", "both", "memory"
 WAYS = (FORWARD, BACKWARD, BOTH)
@@ -167,10 +166,7 @@ def select(patterns: str, *, groups: Sequence[str] = (), quick: bool = False) ->
     """groups: all but workloads if empty. quick: the group masks only, without the pass BOTH."""
     wanted = chosen("--group", groups, GROUPS) if groups else [name for name in GROUPS if name != ON_REQUEST]
     offered = [case for case in CASES if case.group in wanted and (case.group == "masks" or not quick)]
-    found = [case for case in offered if any(fnmatch(case.name, glob) for glob in separated(patterns))]
-    if not found:
-        names = (
-            ", ".join(case.name for case in offered) or "the cases of the groups that --quick leaves, which are none"
-        )
-        raise typer.BadParameter(f"--cases must match at least one of {names}; got {patterns!r}.")
+    if not offered:
+        raise typer.BadParameter(f"--quick leaves no case of the groups {', '.join(wanted)}; it has those of masks.")
+    found = matching(patterns, offered)
     return [replace(case, passes=(FORWARD, BACKWARD)) for case in found] if quick else found

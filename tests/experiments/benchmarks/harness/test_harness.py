@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -81,6 +82,21 @@ def test_a_peer_that_fails_or_computes_something_else_is_recorded_with_its_reaso
     assert found["wrong"].failure == "ValueError: differs from ours by 0.5, relative"
     assert found["broken"].failure == "IndexError: list index out of range"
     assert found["refused"].failure == "skipped: no such masks"
+
+
+def test_what_the_failed_call_of_a_peer_held_is_free(bench):
+    held = []
+
+    def fails():
+        of_the_graph = 2 * torch.ones(2, requires_grad=True)
+        held.append(weakref.ref(of_the_graph))
+        try:
+            raise ValueError("inner")
+        except ValueError:
+            raise RuntimeError("outer")  # noqa: B904
+
+    bench.time("a", {"sparseflash": Way(lambda: torch.ones(1)), "peer": Way(fails, like="sparseflash", peer=True)})
+    assert [each() for each in held] == [None]
 
 
 @pytest.mark.parametrize("way", [Way(refuse), Way(lambda: 2 * torch.ones(1, 1), like="peer")])
