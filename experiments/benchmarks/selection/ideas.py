@@ -17,7 +17,7 @@ from experiments.measurements import Measurement
 
 FLEX = "flex-given-the-choice"
 # What is measured first, if the time is short.
-STAGES = (("sparseflash", "sdpa"), ("fa4",), (FLEX,))
+STAGES = (("sparseflash", "sdpa", "fa4"), (FLEX,))
 WAYS = [name for stage in STAGES for name in stage]
 LONG = 32_768  # tokens; from here on one round, because dense attention takes seconds
 

@@ -44,7 +44,7 @@ def test_nothing_is_begun_without_time(tmp_path):
     found = run(tmp_path, "--minutes", "0")
     assert (
         found.exit_code == 0
-        and "no time for 18 more, from NSA at 128 tokens (sparseflash, sdpa) to VSA" in found.output
+        and "no time for 12 more, from NSA at 128 tokens (sparseflash, sdpa, fa4) to VSA" in found.output
     )
     assert read(tmp_path / "selection.jsonl")[1] == []
 
