@@ -362,7 +362,7 @@ def compare_command(
 
 @app.command("bench")
 @settings_as_options(
-    Config, "head_dim", "positions", "vocabulary", "window", "block", "compiled", "recompute", "precision",
+    Config, "head_dim", "kv_heads", "positions", "vocabulary", "window", "block", "compiled", "recompute", "precision",
     "micro_tokens",
 )  # fmt: skip
 def bench_command(

@@ -25,6 +25,11 @@ class Config:
     depth: int = setting(12, "Layers.")
     width: int = setting(768, "Features of each token.")
     head_dim: int = setting(128, "Features of each head; 64 is GPT-2's, 128 is faster.")
+    kv_heads: int | None = setting(
+        None,
+        "Heads of keys and values, each for a group of query heads, which also share a choice of msa and nsa.",
+        "as many as query heads",
+    )
     context: int = setting(2048, "Tokens of a sequence.")
     positions: str = setting("rotary", "rotary or learned.")
     vocabulary: int = setting(50_304, "Maximum number of distinct tokens; 256: bytes.")
@@ -87,8 +92,8 @@ class Config:
 
     def __post_init__(self) -> None:
         counts = (
-            "depth", "width", "head_dim", "context", "window", "block", "batch_tokens", "micro_tokens", "steps",
-            "validate_every", "validation_tokens", "checkpoint_every", "log_every", "context_parallel",
+            "depth", "width", "head_dim", "kv_heads", "context", "window", "block", "batch_tokens", "micro_tokens",
+            "steps", "validate_every", "validation_tokens", "checkpoint_every", "log_every", "context_parallel",
         )  # fmt: skip
         check_at_least(self, 1, counts)
         check_at_least(self, 256, ("vocabulary",))
@@ -133,7 +138,9 @@ class Config:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.depth, self.width, self.head_dim, self.vocabulary, self.context, self.positions)
+        return Sizes(
+            self.depth, self.width, self.head_dim, self.vocabulary, self.context, self.positions, self.kv_heads
+        )  # fmt: skip
 
     @property
     def betas(self) -> tuple[float, float]:

@@ -20,13 +20,13 @@ from sparseflash import BlockMask
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
-def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
-    """`vocabulary` includes its padding.
+def matrix_weights(depth: int, width: int, kv_width: int, mlp: int, vocabulary: int) -> int:
+    """kv_width: features of the keys of all heads of a token, and of its values. `vocabulary` includes its padding.
 
-    >>> matrix_weights(12, 768, 4 * 768, 50_304)
+    >>> matrix_weights(12, 768, 768, 4 * 768, 50_304)
     123568128
     """
-    return depth * (4 * width * width + 2 * width * mlp) + vocabulary * width
+    return 2 * depth * width * (width + kv_width + mlp) + vocabulary * width
 
 
 def live_scores(layers: Sequence[BlockMask | ChosenBlocks], heads: int) -> float:

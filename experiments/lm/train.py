@@ -144,8 +144,8 @@ class Run(Trainer[Batch]):
         alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}
         if not alike or before.head_dim != self.config.head_dim:
             raise ValueError(
-                f"{path} must hold a model of this run's depth, width, head_dim, vocabulary and positions; learned "
-                "ones of its context, too"
+                f"{path} must hold a model of this run's depth, width, head_dim, kv_heads, vocabulary and "
+                "positions; learned ones of its context, too"
             )
         there, here = (_vocabulary(folder) for folder in (tensor_files.folder_of(path), self.store.folder))
         if there != here:

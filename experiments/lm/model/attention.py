@@ -1,6 +1,6 @@
 """Attention of one layer over its mask, by three implementations with equal results.
 
-q, k, v and the result are [B, H, N, D].
+q and the result are [B, H, N, D], k and v [B, Hkv, N, D], where Hkv divides H.
 """
 
 from __future__ import annotations
@@ -54,18 +54,28 @@ def _sparse(q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask) -> Tensor:
 
 def _scaled_dot_product(mask: BlockMask) -> Attention:
     if is_dense_causal(mask):
-        return partial(F.scaled_dot_product_attention, is_causal=True)
+        return partial(_pytorchs, is_causal=True)
     if mask.k_len > LONGEST_DENSE_MASK:
         raise ValueError(
             f"SDPA must be given a mask of elements for this pattern, which {mask.k_len} tokens make too large; choose "
             f"--context {LONGEST_DENSE_MASK} or less, --pattern dense, or --attention sparseflash or flex"
         )
-    return partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense())
+    return partial(_pytorchs, attn_mask=mask.to_dense())
+
+
+def _pytorchs(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1], **how)
 
 
 def _flex(mask: BlockMask) -> Attention:
     block_mask = interop.to_flex(mask, mask_mod=_is_causal if is_dense_causal(mask) else None)
-    return partial(_compiled_flex() if mask.device.type == "cuda" else _eager_flex(), block_mask=block_mask)
+    flex = _compiled_flex() if mask.device.type == "cuda" else _eager_flex()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flex(q, k, v, block_mask=block_mask, enable_gqa=k.shape[1] < q.shape[1])
+        return out
+
+    return attend
 
 
 def _is_causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

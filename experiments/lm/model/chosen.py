@@ -65,8 +65,10 @@ class ChosenBlocks:
     def to(self, device: torch.device | str) -> ChosenBlocks:
         return self
 
-    def layer(self, width: int, heads: int, head_dim: int, *, rotary: bool) -> Choosing:
-        sizes: dict[str, Any] = {"head_dim": head_dim, "block": self.block, "chosen": self._blocks}
+    def layer(self, width: int, heads: int, kv_heads: int, head_dim: int, *, rotary: bool) -> Choosing:
+        sizes: dict[str, Any] = {
+            "kv_heads": kv_heads, "head_dim": head_dim, "block": self.block, "chosen": self._blocks,
+        }  # fmt: skip
         if self.kind == "msa":
             sizes |= {"index_dim": head_dim, "taught": TAUGHT, "rotary": Rotary(head_dim) if rotary else None}
             return Choosing(selection.BlockSelection(width, heads, **sizes))
@@ -105,7 +107,7 @@ class Choosing(nn.Module):
         return found
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention `[B, H, N, D]` of q, k and v; the layer chooses from x `[B, N, W]`."""
+        """Attention `[B, H, N, D]` of q to k and v `[B, Hkv, N, D]`; the layer chooses from x `[B, N, W]`."""
         pairs = self.layer.pairs
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
             frame = Frame(0, x.shape[1], x.device)

@@ -75,7 +75,7 @@ def remembered(
             raise ValueError(
                 f"patterns must be dense, local or of chosen blocks to generate with a cache; got {pattern}"
             )
-        cache = KVCache(batch, sizes.heads, capacity, sizes.head_dim, device=device, dtype=model.dtype)
+        cache = KVCache(batch, sizes.key_heads, capacity, sizes.head_dim, device=device, dtype=model.dtype)
         made.append(Remembered(cache, window if pattern == "local" else None, block))
     return made
 

@@ -2,8 +2,8 @@
 
 Weights are fp32; the embedding sets the dtype of products and of the residual stream.
 
-Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D
-    features a head, V vocabulary with padding.
+Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads,
+    Hkv heads of keys and values, D features a head, V vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Sizes:
     vocabulary: int
     context: int
     positions: str = "rotary"
+    kv_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.width % self.head_dim:
@@ -45,12 +46,22 @@ class Sizes:
                 f"width must be a multiple of head_dim; got width {self.width}, head_dim {self.head_dim}: choose "
                 "another --head-dim"
             )
+        if self.heads % self.key_heads:
+            raise ValueError(f"the heads, {self.heads}, must be a multiple of kv_heads; got {self.kv_heads}")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}; got {self.positions!r}")
 
     @property
     def heads(self) -> int:
         return self.width // self.head_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.key_heads * self.head_dim
 
     @property
     def mlp(self) -> int:
@@ -63,7 +74,7 @@ class Sizes:
 
     @property
     def weights(self) -> int:
-        return matrix_weights(self.depth, self.width, self.mlp, self.padded_vocabulary)
+        return matrix_weights(self.depth, self.width, self.kv_width, self.mlp, self.padded_vocabulary)
 
 
 class Block(nn.Module):
@@ -72,7 +83,7 @@ class Block(nn.Module):
         width = sizes.width
         self.head_dim, self.halves, self.recompute = sizes.head_dim, halves, recompute
         self.attention_norm = nn.LayerNorm(width, bias=False)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, width + 2 * sizes.kv_width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.up = nn.Linear(width, sizes.mlp, bias=False)
@@ -91,7 +102,7 @@ class Block(nn.Module):
 
     def layer(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
-        q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
+        q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H or Hkv, N, D]
         if isinstance(attention, Choosing):
             out = attention(norm(x, self.attention_norm.weight).unflatten(0, (batch, -1)), q, k, v)
         else:
@@ -114,7 +125,10 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def before_attention(
     x: Tensor, norm_weight: Tensor, qkv: Tensor, head_dim: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = product(norm(x, norm_weight), qkv).unflatten(-1, (3, -1, head_dim)).unbind(1)
+    width = x.shape[1]
+    of_keys = (len(qkv) - width) // 2
+    parts = product(norm(x, norm_weight), qkv).split([width, of_keys, of_keys], -1)
+    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
     return q.contiguous(), k.contiguous(), v.contiguous()
@@ -178,7 +192,9 @@ class LanguageModel(nn.Module):
         if not isinstance(attention, ChosenBlocks):
             return attention
         sizes = self.sizes
-        return attention.layer(sizes.width, sizes.heads, sizes.head_dim, rotary=sizes.positions == "rotary")
+        return attention.layer(
+            sizes.width, sizes.heads, sizes.key_heads, sizes.head_dim, rotary=sizes.positions == "rotary"
+        )
 
     def initialize(self) -> None:
         """GPT-2's: projections into the residual stream start smaller."""

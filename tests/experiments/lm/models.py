@@ -32,9 +32,10 @@ def tokens(folder: Path, vocabulary: int = 257, share: float = 0.2):
 
 
 def model_of(
-    pattern, implementation, *, length=64, depth=2, dtype=torch.float32, positions="rotary", window=32, **more
-):
-    sizes = Sizes(depth, 64, 32, 300, length, positions)
+    pattern, implementation, *, length=64, depth=2, dtype=torch.float32, positions="rotary", window=32, kv_heads=None,
+    **more,
+):  # fmt: skip
+    sizes = Sizes(depth, 64, 32, 300, length, positions, kv_heads)
     layers = patterns.of_layers(pattern, depth, sizes.heads, length, window=window, block=16)
     torch.manual_seed(0)
     made = [attention_over(mask, implementation) for mask in layers]

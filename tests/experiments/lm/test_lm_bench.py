@@ -35,7 +35,7 @@ def test_rows_of_a_context_share_the_model_and_are_measured_in_turns():
     dense = rows[0]
     assert dense.density == pytest.approx(65 / 128)
     assert over_sdpa(dense, rows) == dense.tokens_per_s / rows[1].tokens_per_s
-    weights = flops.matrix_weights(2, 96, 384, 256)
+    weights = flops.matrix_weights(2, 96, 96, 384, 256)
     assert dense.flops_a_token == flops.of_token(weights, 48, 2 * 2 * 64 * 65 / 2, 64)
     assert dense.mfu is None
     assert "failed" in [*table(rows).columns[4].cells]

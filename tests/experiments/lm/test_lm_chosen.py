@@ -36,7 +36,7 @@ def test_each_query_sees_its_own_block_and_the_best_before_it(chosen):
     q, k, v = (random(2, 2, 96, 16, seed=seed) for seed in range(3))
     layer = ChosenBlocks(96, 16, chosen)
     expected, live = plain(q, k, v, 16, chosen)
-    found = layer.layer(32, 2, 16, rotary=True)(random(2, 96, 32), q, k, v)
+    found = layer.layer(32, 2, 2, 16, rotary=True)(random(2, 96, 32), q, k, v)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert layer.density == pytest.approx(live / (4 * 96**2))
 
@@ -48,9 +48,10 @@ def test_with_all_blocks_it_is_dense():
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kv_heads", [None, 1])
 @pytest.mark.parametrize("pattern", ["moba", "local,moba", "msa", "nsa"])
-def test_no_token_sees_a_later_one(pattern):
-    model = model_of(pattern, "sparseflash")
+def test_no_token_sees_a_later_one(pattern, kv_heads):
+    model = model_of(pattern, "sparseflash", kv_heads=kv_heads)
     changed = IDS.clone()
     changed[:, 40:] = (changed[:, 40:] + 7) % 300
     with torch.no_grad():
@@ -66,14 +67,19 @@ def test_layers_of_one_pattern_are_one_object_with_as_many_tokens_as_the_window(
         patterns.of_layers("moba", 1, 2, 250, window=64, block=16)
 
 
-@pytest.mark.parametrize(("pattern", "layers"), [("moba", 2), ("local,msa", 1), ("nsa", 2), ("dense", 0)])
-def test_choices_are_kept_for_a_while(pattern, layers):
-    model = model_of(pattern, "sparseflash").eval()
+@pytest.mark.parametrize(
+    ("pattern", "kv_heads", "layers", "choices_of_layer"),
+    [("moba", None, 2, 2), ("local,msa", None, 1, 2), ("nsa", None, 2, 2), ("dense", None, 0, 0), ("msa", 1, 2, 1),
+     ("nsa", 1, 2, 1), ("moba", 1, 2, 2)],
+)  # fmt: skip
+def test_choices_are_kept_for_a_while(pattern, kv_heads, layers, choices_of_layer):
+    """Heads of a group share them, but for MoBA's."""
+    model = model_of(pattern, "sparseflash", kv_heads=kv_heads).eval()
     before = model(IDS[:, :-1], IDS[:, 1:], each=True)
     with choices_kept(model) as choices:
         assert torch.equal(model(IDS[:, :-1], IDS[:, 1:], each=True), before)
     model(IDS[:, :-1], IDS[:, 1:])
-    assert [(each.block, each.index.shape[:3]) for each in choices] == [(16, (2, 2, 64))] * layers
+    assert [(each.block, each.index.shape[:3]) for each in choices] == [(16, (2, choices_of_layer, 64))] * layers
     assert all((each.index[:, :, -1] == 3).any(2).all() for each in choices), "its own block is always chosen"
 
 
@@ -89,7 +95,7 @@ def test_the_blocks_of_what_is_repeated_are_counted():
 @pytest.mark.parametrize("window", [16, 64, 256])
 def test_the_share_of_live_scores_of_nsa(window):
     layer = patterns.chosen(256, window=window, block=16, kind="nsa")
-    native = layer.layer(32, 2, 16, rotary=True).layer
+    native = layer.layer(32, 2, 2, 16, rotary=True).layer
     t = torch.arange(256)
     own = [min(layer._blocks - 1, p // 16) * 16 + p % 16 + 1 for p in range(256)]
     near = ((t <= t[:, None]) & (t > t[:, None] - native.window)).sum()
@@ -98,10 +104,10 @@ def test_the_share_of_live_scores_of_nsa(window):
     assert layer.density * 256**2 == pytest.approx(float(sum(own) + near + past))
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_an_indexer_is_taught_and_the_loss_is_that_of_the_text(positions):
-    model = model_of("msa", "sparseflash", positions=positions, window=64).train()
-    dense = model_of("dense", "sparseflash", positions=positions).train()
+@pytest.mark.parametrize(("positions", "kv_heads"), [("rotary", None), ("learned", None), ("rotary", 1)])
+def test_an_indexer_is_taught_and_the_loss_is_that_of_the_text(positions, kv_heads):
+    model = model_of("msa", "sparseflash", positions=positions, kv_heads=kv_heads, window=64).train()
+    dense = model_of("dense", "sparseflash", positions=positions, kv_heads=kv_heads).train()
     loss, _ = gradients(dense, IDS)
     found = model(IDS[:, :-1], IDS[:, 1:])
     found.backward()
@@ -115,11 +121,11 @@ def test_an_indexer_is_taught_and_the_loss_is_that_of_the_text(positions):
     model(IDS[:, :-1], IDS[:, 1:]).backward()
 
 
-@pytest.mark.parametrize("pattern", ["msa", "nsa"])
-def test_a_dense_model_is_continued_with_chosen_blocks(tmp_path, pattern):
+@pytest.mark.parametrize(("pattern", "kv_heads"), [("msa", None), ("nsa", None), ("msa", 1)])
+def test_a_dense_model_is_continued_with_chosen_blocks(tmp_path, pattern, kv_heads):
     store = tokens(tmp_path)
-    Run(tiny(), store, tmp_path / "dense").train()
-    config = tiny(pattern=pattern, window=64, initial=str(tmp_path / "dense"), seed=1)
+    Run(tiny(kv_heads=kv_heads), store, tmp_path / "dense").train()
+    config = tiny(pattern=pattern, kv_heads=kv_heads, window=64, initial=str(tmp_path / "dense"), seed=1)
     run = Run(config, store, tmp_path / pattern)
     before, _, _ = model_in(tmp_path / "dense", torch.device("cpu"))
     own = run.model.state_dict()
@@ -136,6 +142,9 @@ def test_a_dense_model_is_continued_with_chosen_blocks(tmp_path, pattern):
     assert changed == [] and len(after.state_dict()) == len(own)
     with pytest.raises(ValueError, match="must hold a model of this run's depth, width"):
         Run(tiny(initial=str(tmp_path / pattern)), store, tmp_path / "back")
+    other = tiny(kv_heads=1 if kv_heads is None else None, initial=str(tmp_path / "dense"))
+    with pytest.raises(ValueError, match="head_dim, kv_heads, vocabulary"):
+        Run(other, store, tmp_path / "other")
 
 
 @pytest.mark.parametrize("pattern", ["local,moba", "msa", "nsa"])

@@ -23,12 +23,12 @@ def caches(model, pattern, batch):
     return remembered(model, patterns, batch, 64, window=32, block=16)
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize(("positions", "kv_heads"), [("rotary", None), ("learned", None), ("rotary", 1)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @torch.no_grad()
-def test_with_a_cache_the_scores_are_those_of_all_tokens_together(pattern, positions):
+def test_with_a_cache_the_scores_are_those_of_all_tokens_together(pattern, positions, kv_heads):
     """Also where each sequence of the batch got its prompt alone, and over several blocks of new tokens."""
-    model = model_of(pattern, "sparseflash", positions=positions).eval()
+    model = model_of(pattern, "sparseflash", positions=positions, kv_heads=kv_heads).eval()
     whole = caches(model, pattern, 2)
     for row in range(2):
         one = caches(model, pattern, 1)

@@ -22,14 +22,28 @@ from tests.experiments.lm.models import gradients, model_of, tiny
 IDS = torch.randint(300, (3, 65), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize(("positions", "kv_heads"), [("rotary", None), ("learned", None), ("rotary", 1)])
 @pytest.mark.parametrize("pattern", ["dense", "local|butterfly", "local/dense,bigbird"])
-def test_sparse_attention_gives_the_gradients_of_pytorchs(pattern, positions):
-    loss, ours = gradients(model_of(pattern, "sparseflash", positions=positions), IDS)
-    peer, theirs = gradients(model_of(pattern, "sdpa", positions=positions), IDS)
-    exact, right = gradients(model_of(pattern, "sdpa", positions=positions, dtype=torch.float64).double(), IDS)
+def test_sparse_attention_gives_the_gradients_of_pytorchs(pattern, positions, kv_heads):
+    sizes = {"positions": positions, "kv_heads": kv_heads}
+    loss, ours = gradients(model_of(pattern, "sparseflash", **sizes), IDS)
+    peer, theirs = gradients(model_of(pattern, "sdpa", **sizes), IDS)
+    exact, right = gradients(model_of(pattern, "sdpa", dtype=torch.float64, **sizes).double(), IDS)
     assert abs(loss - exact) <= 2 * abs(peer - exact) + 1e-6
     assert (ours - right).norm() <= 2 * (theirs - right).norm()
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_heads_that_share_keys_are_heads_with_equal_keys(positions):
+    grouped = model_of("dense", "sparseflash", positions=positions, kv_heads=1)
+    alone = model_of("dense", "sparseflash", positions=positions)
+    weights = grouped.state_dict()
+    for name, weight in weights.items():
+        if name.endswith("qkv.weight"):
+            q, k, v = weight.split([64, 32, 32])
+            weights[name] = torch.cat([q, k, k, v, v])
+    alone.load_state_dict(weights)
+    torch.testing.assert_close(grouped(IDS[:, :-1], IDS[:, 1:]), alone(IDS[:, :-1], IDS[:, 1:]))
 
 
 @pytest.mark.parametrize("compiling", ["block", "model"])
@@ -161,12 +175,13 @@ def test_flops_count_weights_six_times_and_live_scores_twelve_times_the_head():
     assert flops.of_token(weights, 32, live, 4) == 6 * weights + 12 * 32 * 14 / 4
 
 
-def test_products_of_a_model_are_those_that_the_formula_counts():
+@pytest.mark.parametrize("kv_heads", [None, 1])
+def test_products_of_a_model_are_those_that_the_formula_counts(kv_heads):
     """By PyTorch's own counter."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    sizes = Sizes(2, 64, 32, 300, 64)
-    model = LanguageModel(sizes, [lambda q, k, v: v] * 2)
+    sizes = Sizes(2, 64, 32, 300, 64, kv_heads=kv_heads)
+    model = LanguageModel(sizes, [lambda q, k, v: q + v] * 2)
     ids = IDS[:1]
     with FlopCounterMode(display=False) as counter:
         model(ids[:, :-1], ids[:, 1:]).backward()
@@ -256,6 +271,8 @@ def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
         (lambda: patterns.of_layer("dense/local", 3, 64, window=8, block=16), "must be a multiple of the 2 groups"),
         (lambda: attention_over(masks.causal(64), "fast"), "attention must be one of sparseflash, sdpa, flex"),
         (lambda: tiny(width=100), "width must be a multiple of head_dim; got width 100, head_dim 32"),
+        (lambda: tiny(kv_heads=3), "the heads, 2, must be a multiple of kv_heads; got 3"),
+        (lambda: tiny(kv_heads=0), "kv_heads must be at least 1; got 0"),
         (lambda: tiny(positions="none"), "positions must be one of rotary, learned"),
         (lambda: configure("7B", {}), "the preset must be one of cpu, 10M, 124M"),
     ],
