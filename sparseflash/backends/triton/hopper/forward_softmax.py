@@ -73,12 +73,13 @@ def rescaled(acc, factors):
 
 @gluon.jit
 def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
-    """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the other arrives.
+    """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the one before it
+    arrives.
 
     A program has 16 named barriers; Triton itself uses the first few.
     """
     token = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9") + ", 256; mov.b32 $0, $1;"
+    CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9" if C == 1 else " 10") + ", 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(CODE, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -9,10 +9,11 @@ import torch
 
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.choices import most_filled
+from sparseflash.backends.triton.hopper.choices import forward_tile, most_filled
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
+    TALL,
     WIDEST,
     WIDEST_BACKWARD,
     is_common,
@@ -192,7 +193,8 @@ def yields(request: Request) -> str | None:
     # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,
     # on another H200 (causal, 8,192 tokens).
     has_bias = request.pairs is not None or "key_bias" in request.changes
-    if is_64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
+    is_long = request.keys > LIMITS.most_keys and forward_tile(request) != TALL
+    if is_64 and not backward and is_long and not has_bias:
         return (
             f"the portable forward is faster at D = 64 where a query sees more than {LIMITS.most_keys:,} keys on "
             f"average; got {request.keys:,.0f}"
