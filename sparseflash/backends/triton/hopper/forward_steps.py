@@ -88,6 +88,7 @@ def consumer(
     KEPT: gl.constexpr = SHAPE.KEPT
     IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
     AT_ONCE: gl.constexpr = SHAPE.AT_ONCE
+    LAZY: gl.constexpr = SHAPE.LAZY
     NEXT: gl.constexpr = (C + 1) % GROUPS
     tiles_s, rests_s, changes_s = own  # Triton 3.6 takes no tuple within a tuple as a target
     tiles_s, o_s, record_s, bars = tiles_s
@@ -165,10 +166,10 @@ def consumer(
 
         stage, phase = step % SHAPE.STAGES, (step // SHAPE.STAGES) & 1
         factors = gl.convert_layout(alpha, A_ROWS)[:, None]
-        acc = acc * factors if IN_TURNS != "" else rescaled(acc, factors)
+        acc = rescaled(acc, factors) if LAZY else acc * factors
         if DV_REST > 0:
             factors = gl.convert_layout(alpha, R_ROWS)[:, None]
-            acc_rest = acc_rest * factors if IN_TURNS != "" else rescaled(acc_rest, factors)
+            acc_rest = rescaled(acc_rest, factors) if LAZY else acc_rest * factors
         if IN_TURNS == "products" or IN_TURNS == "half":
             at_turn_of(C, "sync")
         q = kept_q if KEPT > 0 else q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
@@ -218,7 +219,7 @@ def consumer(
             m_i, l_i = no_maximum, no_sum
         if IN_TURNS == "softmax":
             at_turn_of(NEXT, "arrive")
-        p, m_i, l_i, decay = softmax(CHANGES, s, added, m_i, l_i, qk_scale, IN_TURNS != "")
+        p, m_i, l_i, decay = softmax(CHANGES, s, added, m_i, l_i, qk_scale, LAZY)
         p, alpha = p.to(dtype), gl.where(begins, inverse, decay)
 
         step += 1
