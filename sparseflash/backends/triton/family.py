@@ -16,7 +16,6 @@ from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
-
 _LONG = 2048  # keys
 
 
@@ -68,9 +67,9 @@ class Request(NamedTuple):
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
-    # For a Hopper backward with blocks of 32 or 64: the share of the live 128 x 128 tiles that the live blocks fill. For
-    # a Hopper forward of rows of at least _LONG keys: the same of 192 x 128 tiles. Otherwise 0, also for a backward with
-    # blocks of 16, which have not been measured.
+    # For a Hopper backward with blocks of 32 or 64: the share of the live 128 x 128 tiles that the live blocks fill.
+    # For a Hopper forward with rows of at least _LONG keys: the same of 192 x 128 tiles. Otherwise 0, also for a
+    # backward with blocks of 16, which have not been measured.
     filled: float = 0.0
 
     @property

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sparseflash.backends.triton.family import KernelChoice, Request
-from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, TALL, WIDEST_BACKWARD, may_be_small, tile_for
-from sparseflash.backends.triton.hopper.limits import LIMITS
+from sparseflash.backends.triton.family import KernelChoice
+from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, WIDEST_BACKWARD, may_be_small
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
 
@@ -19,15 +18,6 @@ from sparseflash.backends.triton.schedule.plan import Plan
 # where 12 % of all blocks are live at random; the time in tiles of 64 over that in tiles of 128 was 1.22 (D = 64) and
 # 1.29 times the share.
 MOST_FILLED = {64: 0.82, 128: 0.78}
-
-
-def forward_tile(request: Request) -> tuple[int, int]:
-    """The tiles of the forward: TALL, for three warpgroups, where rows are long and their neighbours see the same keys."""
-    is_plain = request.dims == (64, 64) and {"sink"}.issuperset(request.changes) and not request.dynamic
-    is_long = request.tokens[0] >= LIMITS.tall_queries and request.keys >= LIMITS.tall_keys
-    if request.block == BLOCK and is_plain and is_long and request.filled >= LIMITS.tall_filled:
-        return TALL
-    return tile_for(request.block, request.dims)
 
 
 class BackwardForm(NamedTuple):

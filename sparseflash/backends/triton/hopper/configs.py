@@ -119,8 +119,8 @@ class Config(NamedTuple):
     def shape(self) -> Shape:
         return Shape(
             self.keys, self.split, *self.dims, *self.v_dims, self.padded_v_dim, self.v_dims[0] // self.out_pieces,
-            self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.at_once, self.lazy, self.registers,
-            self.loader_registers,
+            self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.at_once, self.lazy,
+            self.registers, self.loader_registers,
         )  # fmt: skip
 
     @property

@@ -95,7 +95,7 @@ def forward_kernel(
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     REGISTERS: gl.constexpr = SHAPE.REGISTERS
     LOADER_REGISTERS: gl.constexpr = SHAPE.LOADER_REGISTERS
-    gl.static_assert(GROUPS * STREAMS == 2 or GROUPS == 3 and STREAMS == 1, "two or three warpgroups")
+    gl.static_assert(GROUPS * STREAMS == 2 or (GROUPS == 3 and STREAMS == 1), "two or three warpgroups")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from sparseflash.backends.triton.family import Request, Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
-from sparseflash.backends.triton.hopper.choices import backward_form, forward_tile
+from sparseflash.backends.triton.hopper.choices import backward_form
 from sparseflash.backends.triton.hopper.configs import SMALL, config_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
+from sparseflash.backends.triton.hopper.limits import forward_tile
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
 from sparseflash.backends.triton.persistent.plan import programs_of
 from sparseflash.blockmask.cache import BoundedDict

@@ -9,7 +9,7 @@ import torch
 
 from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.choices import forward_tile, most_filled
+from sparseflash.backends.triton.hopper.choices import most_filled
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
@@ -18,9 +18,8 @@ from sparseflash.backends.triton.hopper.configs import (
     WIDEST_BACKWARD,
     is_common,
     may_be_small,
-    tile_for,
 )
-from sparseflash.backends.triton.hopper.limits import LIMITS
+from sparseflash.backends.triton.hopper.limits import LIMITS, forward_tile
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.versions import triton_version
@@ -94,7 +93,7 @@ def refuses(request: Request) -> str | None:
     if request.backward:
         tile = _backward_tile(request)
     else:
-        tile = tile_for(request.block, request.dims)
+        tile = forward_tile(request)
     if request.dynamic and request.block != tile:
         return "they need blocks of {} x {} for a mask that is made at every step; got {} x {}".format(
             *tile, *request.block

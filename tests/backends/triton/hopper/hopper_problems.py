@@ -13,6 +13,7 @@ from sparseflash.backends.triton.hopper import (
     backward_pass,
     choices,
     forward_pass,
+    limits,
     passes,
     wide_pass,
 )
@@ -82,7 +83,7 @@ def interpreted(
         (cuts, "RULE", cut),
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, others=change_others)),
         (passes, "config_for", changed_config),
-        (passes, "forward_tile", choices.forward_tile if tile is None else lambda request: tile),
+        (passes, "forward_tile", limits.forward_tile if tile is None else lambda request: tile),
         (forward_pass, "counter", lambda device: counter),
         (
             backward_pass,
