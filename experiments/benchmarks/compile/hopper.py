@@ -29,8 +29,8 @@ def compiled(
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
-    features: "small": blocks of 64; "tall": the forward by three warpgroups; "spread": every second block is dead; "lengths";
-    "parts": rows of the forward and columns of the backward are split; KINDS; "learned": their tensors
+    features: "small": blocks of 64; "tall": the forward by three warpgroups; "spread": every second block is dead;
+    "lengths"; "parts": rows of the forward and columns of the backward are split; KINDS; "learned": their tensors
     require gradients; "dead": some tiles are.
     """
     if unknown := set(features) - set(FEATURES):
