@@ -13,7 +13,7 @@ from experiments.benchmarks.compile.changes import change
 from experiments.benchmarks.compile.without_gpu import NoDevice
 from sparseflash import BlockMask, clear_caches, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton.hopper import limits, passes
+from sparseflash.backends.triton.hopper import passes
 from sparseflash.backends.triton.persistent import cuts, plan
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.scores.change import PAIRS, Scores, Sizes
@@ -21,7 +21,7 @@ from sparseflash.scores.change import PAIRS, Scores, Sizes
 ARCH = 90
 TOKENS = 512
 KINDS = ("softcap", "alibi", "log", "sink", "table", "key_bias", *PAIRS)
-FEATURES = ("small", "tall", "spread", "lengths", "parts", *KINDS, "learned", "dead")
+FEATURES = ("small", "spread", "lengths", "parts", *KINDS, "learned", "dead")
 
 
 def compiled(
@@ -29,8 +29,8 @@ def compiled(
 ) -> dict[str, tuple[Any, tuple[str, ...]]]:
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
-    features: "small": blocks of 64; "tall": the forward by three warpgroups; "spread": every second block is dead;
-    "lengths"; "parts": rows of the forward and columns of the backward are split; KINDS; "learned": their tensors
+    features: "small": blocks of 64; "spread": every second block is dead; "lengths";
+    "parts": rows of the forward and columns of the backward are split; KINDS; "learned": their tensors
     require gradients; "dead": some tiles are.
     """
     if unknown := set(features) - set(FEATURES):
@@ -48,7 +48,6 @@ def compiled(
     with (
         mock.patch.object(plan, "RULE", plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE),
         mock.patch.object(cuts, "RULE", cuts.Rule(far=0, worth=0, shortest=1) if parts else cuts.RULE),
-        mock.patch.object(limits, "LIMITS", limits.OF_ANY_ROWS if "tall" in features else limits.LIMITS),
         mock.patch.object(driver, "_active", NoDevice(ARCH)),
     ):
         clear_caches()  # passes are cached by a key, plans by their mask

@@ -16,8 +16,6 @@ from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
-_LONG = 2048  # keys
-
 
 class Setting(NamedTuple):
     """Everything that determines the kernels of a problem, except the layout of its tensors."""
@@ -68,8 +66,7 @@ class Request(NamedTuple):
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
     # For a Hopper backward with blocks of 32 or 64: the share of the live 128 x 128 tiles that the live blocks fill.
-    # For a Hopper forward with rows of at least _LONG keys: the same of 192 x 128 tiles. Otherwise 0, also for a
-    # backward with blocks of 16, which have not been measured.
+    # Otherwise 0, also with blocks of 16, which have not been measured.
     filled: float = 0.0
 
     @property
@@ -83,15 +80,11 @@ class Request(NamedTuple):
     ) -> Request:  # fmt: skip
         plan, (block_q, block_k) = setting.plan, setting.block
         tokens, filled = plan.lists.tokens, 0.0
-        keys = plan.tiles_per_head * block_k / -(-tokens[0] // block_q)
-        if architecture_of(setting.capability).has_wgmma:
-            if backward and 32 <= min(block_q, block_k) < 128:
-                filled = plan.filled(setting.block, (128, 128))
-            elif not backward and keys >= _LONG:
-                filled = plan.filled(setting.block, (192, 128))
+        if backward and 32 <= min(block_q, block_k) < 128 and architecture_of(setting.capability).has_wgmma:
+            filled = plan.filled(setting.block, (128, 128))
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
-            not plan.lists.reusable, tokens, keys, backward,
+            not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             *_described(changes, wanted), plan.lists.patterns,
             *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens), q.device,
             q.shape[0] * q.shape[1], filled,

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sparseflash.backends.triton.hopper.configs import TALL, may_be_small
-from sparseflash.backends.triton.hopper.limits import forward_tile
+from sparseflash.backends.triton.hopper.configs import may_be_small
 from sparseflash.backends.triton.versions import is_measured, named, releases, triton_release, triton_version
 from sparseflash.blockmask.cache import BoundedDict, bounded
 
@@ -57,7 +56,6 @@ class Kind(NamedTuple):
     learned: tuple[str, ...]  # the ones whose tensors need gradients
     backward: bool
     v_dim: int = 0  # 0 if it equals `dim`
-    tall: bool = False  # a forward by three warpgroups
 
 
 class Verdict(NamedTuple):
@@ -121,7 +119,6 @@ def kind_of(request: Request) -> Kind:
     return Kind(
         str(request.dtype).removeprefix("torch."), request.dims[0], small, request.lengths, changes, learned,
         request.backward, request.dims[1] if request.dims[1] != request.dims[0] else 0,
-        not request.backward and forward_tile(request) == TALL,
     )  # fmt: skip
 
 

@@ -24,12 +24,10 @@ from sparseflash import scores, testing
 from sparseflash.attention import attention
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.gate import TRYING, Kind, opened
-from sparseflash.backends.triton.hopper import limits
 from sparseflash.backends.triton.hopper.choices import BackwardForm, backward_form
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
-    TALL,
     backward_config_for,
     config_for,
     dkdv_config_for,
@@ -120,8 +118,6 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     report = io.StringIO()
     ratios: list[tuple[str, float]] = []
-    if kind.tall:  # the examples have short rows
-        limits.LIMITS = limits.OF_ANY_ROWS
     with redirect_stdout(report), torch.set_grad_enabled(kind.backward):
         for each in examples:
             found = testing.compare(
@@ -129,7 +125,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
             )
             ratios += found.ratios.items()
     dims = kind.dim, kind.v_dim or kind.dim
-    tile = TALL if kind.tall else tile_for(SMALL if kind.small else BLOCK, dims)
+    tile = tile_for(SMALL if kind.small else BLOCK, dims)
     expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
         for tile, in_two in {_backward_form(kind, each) for each in examples}:

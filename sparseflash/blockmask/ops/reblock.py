@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,14 +18,11 @@ def reblock(mask: BlockMask, block: Block) -> BlockMask:
     block_q, block_k = block_pair(block)
     if (block_q, block_k) == (mask.block_q, mask.block_k):
         return mask
-    return mask_of(tiles_in(mask, block_q, block_k), mask.lengths)
-
-
-def tiles_in(mask: BlockMask, block_q: int, block_k: int) -> TileList:
-    """The tiles of a mask in another size, in queries a multiple of 16: kernels take other tiles than masks."""
     made = tiles_of(mask)
-    made = _split(made, math.gcd(block_q, mask.block_q), math.gcd(block_k, mask.block_k))
-    return _join_queries(_join_keys(made, block_k), block_q)
+    made = _split(made, min(block_q, mask.block_q), min(block_k, mask.block_k))
+    made = _join_keys(made, block_k)
+    made = _join_queries(made, block_q)
+    return mask_of(made, mask.lengths)
 
 
 def to_one_block(masks: Sequence[BlockMask]) -> list[BlockMask]:

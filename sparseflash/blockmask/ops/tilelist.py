@@ -52,15 +52,11 @@ def tiles_of(mask: BlockMask) -> TileList:
 
 def mask_of(made: TileList, lengths: Tensor | None = None) -> BlockMask:
     """The canonical mask of a list. `lengths`: int `[2, B]`, of queries and keys, clamped to the mask's own lengths."""
-    return _padded(BlockMask(made.q_len, made.k_len, made.block_q, made.block_k, *canonical_arrays(made)), lengths)
-
-
-def canonical_arrays(made: TileList) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`(indptr, indices, tile, bits, pattern)` of the canonical mask of a list."""
-    return arrays_of_tiles(
+    arrays = arrays_of_tiles(
         made.q_len, made.k_len, made.block_q, made.block_k,
         made.row, made.col, made.kind, made.words, made.pattern, made.patterns,
     )  # fmt: skip
+    return _padded(BlockMask(made.q_len, made.k_len, made.block_q, made.block_k, *arrays), lengths)
 
 
 def mask_of_patterns(

@@ -83,14 +83,6 @@ def test_a_measured_version_is_not_tried(hopper, monkeypatch):
     assert decide(HALF).family.name == "hopper" and not tried
 
 
-def test_a_forward_by_three_warpgroups_is_a_kind_of_its_own():
-    long = HALF._replace(dims=(64, 64), keys=8192.0, filled=1.0)
-    found = [gate.kind_of(long._replace(keys=keys, backward=backward)).tall for keys, backward in (
-        (8192.0, False), (8192.0, True), (1024.0, False),
-    )]  # fmt: skip
-    assert found == [True, False, False]
-
-
 def test_another_version_serves_when_its_kernels_pass_and_is_tried_once(hopper, new_version, caplog):
     tried, *_ = hopper
     with warnings.catch_warnings(), caplog.at_level(logging.INFO, "sparseflash"):

@@ -12,7 +12,6 @@ ROWS = 64  # queries of a warpgroup in the forward: the rows of a matrix instruc
 GROUPS = 2  # warpgroups that multiply
 CHANNELS = 16  # of queries and keys in a matrix instruction
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
-TALL = (3 * ROWS, 128)
 SMALL = (ROWS, 64)  # the forward's tile for masks in blocks of this size
 HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
 WIDEST = 256
@@ -53,9 +52,7 @@ class Shape:
     STAGES: int  # of keys and values
     Q_BUFFERS: int  # of queries, 1 or 2
     KEPT: int  # pieces of queries in registers, see `consumer`
-    IN_TURNS: str
-    AT_ONCE: bool
-    LAZY: bool
+    IN_TURNS: bool  # see `consumer`
     REGISTERS: int
     LOADER_REGISTERS: int
 
@@ -94,9 +91,7 @@ class Config(NamedTuple):
     split: int = 1  # steps of a tile
     out_pieces: int = 1  # in which the first channels of out are written, through a buffer for one of them
     kept: int = 0  # pieces of queries in registers
-    in_turns: str = ""  # what the warpgroups begin by turns: their "softmax" or "products"
-    at_once: bool = False  # whether
-    lazy: bool = True  # whether the accumulator is rescaled only where a maximum has grown much
+    in_turns: bool = False  # whether the warpgroups begin their softmaxes by turns
 
     @property
     def dim(self) -> int:
@@ -119,8 +114,8 @@ class Config(NamedTuple):
     def shape(self) -> Shape:
         return Shape(
             self.keys, self.split, *self.dims, *self.v_dims, self.padded_v_dim, self.v_dims[0] // self.out_pieces,
-            self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.at_once, self.lazy,
-            self.registers, self.loader_registers,
+            self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.registers,
+            self.loader_registers,
         )  # fmt: skip
 
     @property
@@ -248,7 +243,7 @@ def value_pieces_of(dim: int) -> tuple[int, int]:
 # weights from registers takes as long for 32 channels as for 64.
 _MEASURED = {
     BLOCK: {
-        64: Config((64, 0), (64, 0), 4, in_turns="softmax", lazy=False), 96: Config((64, 32), (128, 0), 2),
+        64: Config((64, 0), (64, 0), 4, in_turns=True), 96: Config((64, 32), (128, 0), 2),
         128: Config((128, 0), (128, 0), 2),
     },
     SMALL: {
@@ -310,7 +305,7 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
     >>> config_for(96, BLOCK).dims, config_for(80, BLOCK).dims, config_for(192, BLOCK, 128).v_dims
     ((64, 32), (64, 16), (128, 0))
     """
-    if tile in _MEASURED and is_common((head_dim, value_dim or head_dim)):
+    if is_common((head_dim, value_dim or head_dim)):
         return _MEASURED[tile][head_dim]
     return next(each for each in _tried(head_dim, value_dim or head_dim, tile) if each.shared_memory <= SHARED_MEMORY)
 
@@ -319,14 +314,8 @@ def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Con
     dims, v_dims = pieces_of(head_dim), value_pieces_of(value_dim)
     if tile == SMALL:
         base = Config(dims, v_dims, 0, SMALL, 2, kept=2 if dims[1] else 1)
-    elif tile == TALL:
-        base = Config(
-            dims, v_dims, 0, TALL, registers=160, loader_registers=32, start_registers=128, in_turns="products",
-            at_once=True, lazy=False,
-        )  # fmt: skip
     else:
-        is_narrow = max(sum(dims), sum(v_dims)) <= 64
-        base = Config(dims, v_dims, 0, in_turns="softmax" if is_narrow else "", lazy=not is_narrow)
+        base = Config(dims, v_dims, 0, in_turns=max(sum(dims), sum(v_dims)) <= 64)
     # The output accumulator, scores and weights share a thread's registers: 128 + 64 + 32 would be too many.
     splits = (1, 2) if sum(v_dims) <= 192 and tile == BLOCK else (2,) if tile == BLOCK else (1,)
     for split in splits:

@@ -95,7 +95,7 @@ def forward_kernel(
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     REGISTERS: gl.constexpr = SHAPE.REGISTERS
     LOADER_REGISTERS: gl.constexpr = SHAPE.LOADER_REGISTERS
-    gl.static_assert(GROUPS * STREAMS == 2 or (GROUPS == 3 and STREAMS == 1), "two or three warpgroups")
+    gl.static_assert(GROUPS * STREAMS == 2, "two warpgroups")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
@@ -116,18 +116,7 @@ def forward_kernel(
     rests_s = (q_rest_s, k_rest_s, v_rest_s, o_rest_s)
     changes_s = buffers_of_changes(CHANGES, changes, BLOCK_N, STAGES, GROUPS)
     own = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, changes_s)
-    if GROUPS == 3:
-        gl.warp_specialize(
-            [
-                (consumer, (own, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (own, reads, 1, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (own, reads, 2, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (own, loads, stream, SHAPE, HAS_LENGTHS, CHANGES)),
-            ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, LOADER_REGISTERS],
-        )
-    elif STREAMS == 1:
+    if STREAMS == 1:
         gl.warp_specialize(
             [
                 (consumer, (own, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),

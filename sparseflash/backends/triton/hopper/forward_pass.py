@@ -152,7 +152,7 @@ class Forward:
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         config = self.layout.config
-        warps = 4 * config.groups * config.streams + config.streams
+        warps = 8 + config.streams
         return [
             described_choice(
                 "forward",

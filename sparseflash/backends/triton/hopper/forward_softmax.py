@@ -73,18 +73,17 @@ def rescaled(acc, factors):
 
 @gluon.jit
 def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
-    """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the one before it
-    arrives.
+    """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the other arrives.
 
     A program has 16 named barriers; Triton itself uses the first few.
     """
     token = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9" if C == 1 else " 10") + ", 256; mov.b32 $0, $1;"
+    CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9") + ", 256; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(CODE, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def softmax(CHANGES: gl.constexpr, s, added, m_i, l_i, qk_scale, LAZY: gl.constexpr):
+def softmax(CHANGES: gl.constexpr, s, added, m_i, l_i, qk_scale, IN_TURNS: gl.constexpr):
     """`(weights, new maxima, new sums, factors of what is summed so far)`. added: from `left_to_rows`."""
     OF_THREADS: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     highest = row_maximum(s, added) if CHANGES.LEAVES_TO_ROWS else row_maximum(s, None)
@@ -95,7 +94,7 @@ def softmax(CHANGES: gl.constexpr, s, added, m_i, l_i, qk_scale, LAZY: gl.conste
         scale = scale_of_rows(highest * qk_scale, qk_scale) if CHANGES.MAY_BE_COARSE else qk_scale
         m_new = gl.maximum(m_i, highest * scale)
         grows = m_new - m_i > SLACK
-    if LAZY:
+    if not IN_TURNS:
         m_new = gl.where(grows, m_new, m_i)
     # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)

@@ -87,9 +87,6 @@ def consumer(
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     KEPT: gl.constexpr = SHAPE.KEPT
     IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
-    AT_ONCE: gl.constexpr = SHAPE.AT_ONCE
-    LAZY: gl.constexpr = SHAPE.LAZY
-    NEXT: gl.constexpr = (C + 1) % GROUPS
     tiles_s, rests_s, changes_s = own  # Triton 3.6 takes no tuple within a tuple as a target
     tiles_s, o_s, record_s, bars = tiles_s
     q_s, k_s, v_s = tiles_s
@@ -125,7 +122,7 @@ def consumer(
     step, turn, left, partial_left, place, tile, k_limit, jump_left, next_block = 0, -1, 0, 0, 0, 0, 0, 0, 0
     of_items = no_items(CHANGES)
     mbarrier.wait(k_full.index(0), 0)
-    if IN_TURNS != "" and C == GROUPS - 1:
+    if IN_TURNS and C == 1:
         at_turn_of(0, "arrive")
     running = True
     while running:
@@ -166,12 +163,10 @@ def consumer(
 
         stage, phase = step % SHAPE.STAGES, (step // SHAPE.STAGES) & 1
         factors = gl.convert_layout(alpha, A_ROWS)[:, None]
-        acc = rescaled(acc, factors) if LAZY else acc * factors
+        acc = acc * factors if IN_TURNS else rescaled(acc, factors)
         if DV_REST > 0:
             factors = gl.convert_layout(alpha, R_ROWS)[:, None]
-            acc_rest = rescaled(acc_rest, factors) if LAZY else acc_rest * factors
-        if IN_TURNS == "products" or IN_TURNS == "half":
-            at_turn_of(C, "sync")
+            acc_rest = acc_rest * factors if IN_TURNS else rescaled(acc_rest, factors)
         q = kept_q if KEPT > 0 else q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         if D_REST > 0:
@@ -184,22 +179,11 @@ def consumer(
         if DV_REST > 0:
             weights = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=R, k_width=2))
             acc_rest = warpgroup_mma(weights, v_rest_s.index(stage), acc_rest, use_acc=goes_on, is_async=True)
-        if IN_TURNS == "products":
-            at_turn_of(NEXT, "arrive")
-        if IN_TURNS == "half":
-            s = warpgroup_mma_wait(1, deps=(s,))
-            at_turn_of(NEXT, "arrive")
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
-        elif AT_ONCE:
-            s, acc = warpgroup_mma_wait(0, deps=(s, acc))
-            async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
-        else:
-            s = warpgroup_mma_wait(1 if DV_REST == 0 else 2, deps=(s,))
+        s = warpgroup_mma_wait(1 if DV_REST == 0 else 2, deps=(s,))
         if Q_BUFFERS == 1 and not KEEPS_Q and left == 0:
             # Before the wait for the next keys: they belong to the next item, and are loaded after its queries.
             async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
-        if IN_TURNS == "softmax":
+        if IN_TURNS:
             at_turn_of(C, "sync")
 
         s, of_tiles = changed_scores(CHANGES, changes, changes_s, s, of_tiles, step, C)
@@ -217,25 +201,24 @@ def consumer(
                     HAS_LENGTHS, HAS_PARTS,
                 )  # fmt: skip
             m_i, l_i = no_maximum, no_sum
-        if IN_TURNS == "softmax":
-            at_turn_of(NEXT, "arrive")
-        p, m_i, l_i, decay = softmax(CHANGES, s, added, m_i, l_i, qk_scale, LAZY)
+        if IN_TURNS:
+            at_turn_of(1 - C, "arrive")
+        p, m_i, l_i, decay = softmax(CHANGES, s, added, m_i, l_i, qk_scale, IN_TURNS)
         p, alpha = p.to(dtype), gl.where(begins, inverse, decay)
 
         step += 1
         mbarrier.wait(k_full.index(step % SHAPE.STAGES), (step // SHAPE.STAGES) & 1)
-        if not AT_ONCE:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            if DV_REST > 0:
-                acc_rest = warpgroup_mma_wait(0, deps=(acc_rest,))
-            # Each thread arrives by itself, without waiting for the others.
-            async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if DV_REST > 0:
+            acc_rest = warpgroup_mma_wait(0, deps=(acc_rest,))
+        # Each thread arrives by itself, without waiting for the others.
+        async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
         goes_on = not begins
         if begins and turn > 0:
             acc = finish_out(
                 acc, acc_rest if DV_REST > 0 else acc, alpha, outputs, record_s, ended, C, SHAPE,
                 HAS_LENGTHS and CHANGES.MAY_BE_NAN, HAS_PARTS,
             )  # fmt: skip
-    if IN_TURNS != "" and C == 0:
+    if IN_TURNS and C == 0:
         at_turn_of(0, "sync")
     tma.store_wait(0)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, TALL, WIDEST_BACKWARD, is_common, tile_for
-
-if TYPE_CHECKING:  # it imports kernels, and the gate needs limits without them
-    from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.configs import SMALL, WIDEST_BACKWARD, is_common
 
 
 class Limits(NamedTuple):
@@ -23,9 +20,6 @@ class Limits(NamedTuple):
     backward_queries: int = 512
     backward_queries_filled_64: int = 4096  # in small blocks that fill tiles of 128, at D = 64
     most_keys: int = 5120  # of a query, for the forward at D=64
-    tall_keys: int = 4096  # from this mean number of keys of a query on, the forward at D=64 has three warpgroups,
-    tall_queries: int = 4096  # and this number of queries of a head,
-    tall_filled: float = 0.95  # if live tiles fill this share of those of 192 queries
     most_keys_a_query: int = 4  # beyond this, queries are few and the portable kernels split their keys
     few_queries: int = 16  # from this number on, the forward of few queries is chosen all the same
     few_queries_other: int = 128  # the same at head dims without a configuration of their own
@@ -65,13 +59,3 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
-OF_ANY_ROWS = LIMITS._replace(tall_keys=0, tall_queries=0, tall_filled=0.0)
-
-
-def forward_tile(request: Request) -> tuple[int, int]:
-    """The tiles of a forward: TALL, for three warpgroups, where rows are long and neighbours see the same keys."""
-    is_plain = request.dims == (64, 64) and {"sink"}.issuperset(request.changes) and not request.dynamic
-    is_long = request.tokens[0] >= LIMITS.tall_queries and request.keys >= LIMITS.tall_keys
-    if request.block == BLOCK and is_plain and is_long and request.filled >= LIMITS.tall_filled:
-        return TALL
-    return tile_for(request.block, request.dims)

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseflash.backends.triton.family import Request, Setting
+from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
 from sparseflash.backends.triton.hopper.choices import backward_form
-from sparseflash.backends.triton.hopper.configs import SMALL, config_for
+from sparseflash.backends.triton.hopper.configs import SMALL, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
-from sparseflash.backends.triton.hopper.limits import forward_tile
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
 from sparseflash.backends.triton.persistent.plan import programs_of
 from sparseflash.blockmask.cache import BoundedDict
@@ -27,13 +26,13 @@ def forward(
     changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
-    tile = forward_tile(Request.of(setting, q, v, changes, backward=False))
-    programs, config = programs_of(setting.plan.device), config_for(q.shape[-1], tile, v.shape[-1])
+    dims = q.shape[-1], v.shape[-1]
+    programs, config = programs_of(setting.plan.device), config_for(dims[0], tile_for(setting.block, dims), dims[1])
     work = planned_forward(setting.plan, config.tile, programs * config.streams)
-    size = tile, len(work.work), work.merged is not None
+    size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))
     if layout is None:
-        made = ForwardLayout(setting, config, q, k, v, scale, size[1], merges=size[2], changes=changes)
+        made = ForwardLayout(setting, config, q, k, v, scale, size[0], merges=size[1], changes=changes)
         layout = _layouts.put(("forward", key, size), made)
     return Forward(layout, work, programs)
 

@@ -13,13 +13,13 @@ from sparseflash.backends.triton.hopper.choices import most_filled
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     SMALL,
-    TALL,
     WIDEST,
     WIDEST_BACKWARD,
     is_common,
     may_be_small,
+    tile_for,
 )
-from sparseflash.backends.triton.hopper.limits import LIMITS, forward_tile
+from sparseflash.backends.triton.hopper.limits import LIMITS
 from sparseflash.backends.triton.persistent.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.schedule.splits import SPLITS
 from sparseflash.backends.triton.versions import triton_version
@@ -93,7 +93,7 @@ def refuses(request: Request) -> str | None:
     if request.backward:
         tile = _backward_tile(request)
     else:
-        tile = forward_tile(request)
+        tile = tile_for(request.block, request.dims)
     if request.dynamic and request.block != tile:
         return "they need blocks of {} x {} for a mask that is made at every step; got {} x {}".format(
             *tile, *request.block
@@ -192,8 +192,7 @@ def yields(request: Request) -> str | None:
     # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,
     # on another H200 (causal, 8,192 tokens).
     has_bias = request.pairs is not None or "key_bias" in request.changes
-    is_long = request.keys > LIMITS.most_keys and forward_tile(request) != TALL
-    if is_64 and not backward and is_long and not has_bias:
+    if is_64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
         return (
             f"the portable forward is faster at D = 64 where a query sees more than {LIMITS.most_keys:,} keys on "
             f"average; got {request.keys:,.0f}"

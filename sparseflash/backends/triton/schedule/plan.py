@@ -51,12 +51,11 @@ class MaskLists:
     def __init__(
         self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, may_wait: bool,
         reusable: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
-        fused: bool = False, other: Callable[[int, Tiling], TileLists] | None = None,
+        fused: bool = False,
     ) -> None:  # fmt: skip
         """make: returns the lists over rows (axis 0) or columns (axis 1) in the tiles of the mask.
 
-        fused: plan by the kernels of fused.py; then nothing can be cut into chunks or retiled. other: returns the lists
-        in other tiles, where there is no retiling.
+        fused: plan by the kernels of fused.py; then nothing can be cut into chunks or retiled.
         """
         self._make = make
         self._made: list[TileLists | None] = [None, None]
@@ -67,7 +66,6 @@ class MaskLists:
         self.device = device
         self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are on the host
         self.fused = fused
-        self._other = other if retiling is None else retiling.lists
 
     def own(self, axis: int) -> TileLists:
         made = self._made[axis]
@@ -79,9 +77,9 @@ class MaskLists:
         own = self.own(axis)
         if tiling is None or tiling == own.tiling:
             return own
-        if self._other is None:
+        if self.retiling is None:
             raise RuntimeError(f"this plan supports only the tiles of its mask; got {tiling}")
-        return self._other(axis, tiling)
+        return self.retiling.lists(axis, tiling)
 
 
 class Plan:
@@ -105,10 +103,8 @@ class Plan:
         """The share of live tiles of size `tile` that the live blocks of the mask take, of size `block`; 0 if that is
         not known on the host. Synchronises with the device, once per mask.
         """
-        if self.has_every_tile(block):
-            return 1.0
         retiling = self.lists.retiling
-        if retiling is None or any(size < each for size, each in zip(tile, block, strict=True)):
+        if retiling is None or any(size % each for size, each in zip(tile, block, strict=True)):
             return 0.0
         united = retiling.count(0, Tiling(*tile)) * math.prod(tile)
         return self.tiles_per_head * self.lists.patterns * math.prod(block) / united if united else 0.0
@@ -243,32 +239,34 @@ def dense_plan(
 ) -> Plan:
     """The plan of a mask with every tile full; it stores nothing that grows with `Nq * Nk`."""
     refuse_to_record(device)
-
-    def other(axis: int, tiling: Tiling) -> TileLists:
-        return _dense_lists(axis, tiling, tokens, device)
+    (q_len, k_len), (block_q, block_k) = tokens, blocks
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    end_q, end_k = q_len - (row_blocks - 1) * block_q, k_len - (col_blocks - 1) * block_k
+    cut = (
+        (block_q, end_k),
+        (end_q, block_k),
+        (end_q, end_k),
+    )  # tiles 1 to 3: the last column, the last row, the corner
+    host = torch.device("cpu")
+    (words,) = to_device(
+        [torch.cat([bitmask.rectangle(block_q, block_k, *live, host) for live in cut]).view(-1)], device
+    )
+    last_col, last_row = (1 if end_k < block_k else 0), (2 if end_q < block_q else 0)
 
     def make(axis: int) -> TileLists:
-        return other(axis, Tiling(*(blocks if axis == 0 else blocks[::-1])))
+        if axis == 0:
+            return _dense_lists(row_blocks, col_blocks, last_col, last_row, words, Tiling(block_q, block_k))
+        return _dense_lists(col_blocks, row_blocks, last_row, last_col, words, Tiling(block_k, block_q))
 
     lists = MaskLists(
         make, 1, tokens, may_wait=False, reusable=True, device=device,
-        pattern=torch.zeros(1, 1, dtype=torch.int32, device="cpu"), other=other,
+        pattern=torch.zeros(1, 1, dtype=torch.int32, device="cpu"),
     )  # fmt: skip
     pattern = torch.zeros(q_heads, dtype=torch.int32, device=device)
-    return Plan(lists, pattern, kv_heads, math.prod(-(-n // size) for n, size in zip(tokens, blocks, strict=True)))
+    return Plan(lists, pattern, kv_heads, row_blocks * col_blocks)
 
 
-def _dense_lists(axis: int, tiling: Tiling, tokens: tuple[int, int], device: torch.device) -> TileLists:
-    held, streamed, _ = tiling
-    rows, cols = -(-tokens[axis] // held), -(-tokens[1 - axis] // streamed)
-    last, end = tokens[axis] - (rows - 1) * held, tokens[1 - axis] - (cols - 1) * streamed
-    # Tiles 1 to 3: the last column, the last row, the corner.
-    cut, host = ((held, end), (last, streamed), (last, end)), torch.device("cpu")
-    shapes = [((held, streamed), live) if axis == 0 else ((streamed, held), live[::-1]) for live in cut]
-    (words,) = to_device(
-        [torch.cat([bitmask.rectangle(*block, *live, host) for block, live in shapes]).view(-1)], device
-    )
-    last_col, last_row = (1 if end < streamed else 0), (2 if last < held else 0)
+def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
     index = torch.arange(cols, dtype=torch.int32, device="cpu")
     tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from sparseflash.backends.triton.schedule.gather import gathered_keys, gathered_queries
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, candidates, choose, usual_warps
-from sparseflash.backends.triton.schedule.worklists import TileLists, full_first, with_trailing_zero
+from sparseflash.backends.triton.schedule.worklists import TileLists, full_first
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import BLOCKS
 from sparseflash.blockmask.cache import once
 from sparseflash.blockmask.csr import are_on_host, row_of_entry
-from sparseflash.blockmask.ops.reblock import tiles_in
-from sparseflash.blockmask.ops.tilelist import canonical_arrays
 
 
 class Retiling:
@@ -65,14 +62,9 @@ class Retiling:
             xp = torch
             rows = row_of_entry(indptr, len(indices))
             place = rows % blocks[0], indices.long()
-        pattern, first = rows // blocks[0] * blocks[axis], place[axis] * self._block[axis]
-        held = pattern + first // tiling.held
+        held = rows // blocks[0] * blocks[axis] + place[axis] // (tiling.held // self._block[axis])
         streamed = place[1 - axis] // ((tiling.gathered or tiling.streamed) // self._block[1 - axis])
-        found = held * blocks[1 - axis] + streamed
-        if tiling.held % self._block[axis]:  # a block may lie in two tiles
-            last = pattern + (first + self._block[axis] - 1) // tiling.held
-            found = xp.concatenate([found, last * blocks[1 - axis] + streamed])
-        found = xp.unique(found)
+        found = xp.unique(held * blocks[1 - axis] + streamed)
         if not tiling.gathered:
             return len(found)
         each = xp.bincount(found // blocks[1 - axis])
@@ -81,9 +73,6 @@ class Retiling:
     def _lists(self, axis: int, tiling: Tiling) -> TileLists:
         streamed = tiling.gathered or tiling.streamed
         block = (tiling.held, streamed) if axis == 0 else (streamed, tiling.held)
-        if axis == 0 and tiling.held not in BLOCKS:
-            indptr, indices, tile, bits, _ = canonical_arrays(tiles_in(self._mask().canonical(), *block))
-            return full_first(indptr, indices, tile, with_trailing_zero(bits.view(-1)), tiling)
         mask: BlockMask = self._once(("mask", block), lambda: self._mask().reblock(block))
         if tiling.gathered:
             return (gathered_keys, gathered_queries)[axis](mask, tiling.streamed)

@@ -13,7 +13,6 @@ from sparseflash.backends.triton.hopper import (
     backward_pass,
     choices,
     forward_pass,
-    limits,
     passes,
     wide_pass,
 )
@@ -59,13 +58,13 @@ def as_it_is(source):
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
     change_apart=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
-    most_filled=None, tile=None, **config,
+    most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
     lengths: int32 `[2, B]`, if not the mask's. backward: changes of its configuration. changes: score modifications;
     the gradients of their tensors come after the others. most_filled: up to this share of live blocks of 64
-    the backward takes these as they are; None: the library's. tile: of the forward; None: the library's.
+    the backward takes these as they are; None: the library's.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:
@@ -83,7 +82,6 @@ def interpreted(
         (cuts, "RULE", cut),
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, others=change_others)),
         (passes, "config_for", changed_config),
-        (passes, "forward_tile", limits.forward_tile if tile is None else lambda request: tile),
         (forward_pass, "counter", lambda device: counter),
         (
             backward_pass,

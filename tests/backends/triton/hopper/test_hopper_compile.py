@@ -68,17 +68,6 @@ def test_so_do_tiles_of_64(dim, features):
     check(dim, "bfloat16", ["small", *features])
 
 
-@pytest.mark.parametrize("features", [[], ["lengths", "parts", "sink"]], ids="+".join)
-def test_so_do_three_warpgroups(features):
-    found = compiled_by_another("64", "bfloat16", ["tall", *features])["forward_kernel"]
-    assert found["products"] == 3 * (64 // 16 + BLOCK[1] // 16)
-    # Outside of steps with full tiles: addresses and counts of an item, in 140 of the 256 bytes of a tile of scores.
-    assert found["spilled"] <= 140, found
-    assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
-    assert found["direct"] and not found["two_layouts"]
-    assert found["predicated"] == 0 and found["kept_predicates"] < 80, found
-
-
 @pytest.mark.parametrize(
     "features", [["lengths"], ["table", "learned"], ["key_bias", "learned"], ["bias", "learned"]], ids="+".join
 )

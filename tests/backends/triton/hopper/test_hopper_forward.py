@@ -14,7 +14,6 @@ from sparseflash import BlockMask, scores
 from sparseflash.backends import reference
 from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import forward_ends, forward_loader, forward_steps
-from sparseflash.backends.triton.hopper.configs import TALL
 from sparseflash.backends.triton.persistent import plan
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper import hopper_problems
@@ -38,12 +37,6 @@ RULES = st.sampled_from([plan.RULE, CUT, CUT._replace(chunk=2), CUT._replace(chu
 @given(drawn(blocks=(64,)), SEEDS, st.integers(1, 4), RULES)
 def test_exact_in_tiles_of_64(problem, seed, programs, rule):
     assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
-
-
-@given(drawn(head_dims=(64,), blocks=(128,)), SEEDS, st.integers(1, 4), RULES)
-@example(some_problem(), 0, 3, CUT)
-def test_exact_by_three_warpgroups(problem, seed, programs, rule):
-    assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule, tile=TALL))
 
 
 @given(drawn(), SEEDS, st.integers(1, 4), RULES)
@@ -180,7 +173,6 @@ CASES = {
     "plain": partial(run, some_problem()),
     "128": with_pairs((128, 128)),
     "64": with_pairs((64, 64)),
-    "192 queries": partial(run, some_problem(), tile=TALL),
     "256": partial(run, some_problem(dim=256, v_dim=256)),
 }
 

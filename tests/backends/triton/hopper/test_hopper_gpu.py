@@ -7,15 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, explain, masks, scores, testing
-from sparseflash.backends.triton.hopper import backward_pass, choices, limits
+from sparseflash.backends.triton.hopper import backward_pass, choices
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS
-from sparseflash.backends.triton.hopper.limits import LIMITS
 from sparseflash.backends.triton.persistent.plan import programs_of
-from sparseflash.blockmask.cache import clear_caches
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper.hopper_problems import fixed_among, wide
 from tests.backends.triton.plans import plan
@@ -46,74 +44,6 @@ def test_exact_on_the_gpu(dim, dtype, data):
         most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=(dtype,)
     )
     check(data.draw(drawn), "hopper", "cuda")
-
-
-@pytest.fixture
-def in_tall_tiles():
-    """Three warpgroups, however short the rows are."""
-    clear_caches()
-    with mock.patch.object(limits, "LIMITS", limits.OF_ANY_ROWS):
-        yield
-    clear_caches()
-
-
-@drawn_for_long
-@pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_three_warpgroups_are_exact_on_the_gpu(in_tall_tiles, dtype, data):
-    drawn = problems(most_tokens=1500, most_batch=3, head_dims=(64,), value_dims=(64,), blocks=(128,), dtypes=(dtype,))
-    check(data.draw(drawn), "hopper", "cuda")
-
-
-@drawn_for_long
-@settings(max_examples=settings().max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_so_are_they_with_a_sink(in_tall_tiles, data):
-    drawn = problems(most_tokens=1500, most_batch=3, head_dims=(64,), value_dims=(64,), blocks=(128,), dtypes=HALF)
-    check_changed(Scored(data.draw(drawn), ("sink",), False, False, ()), "hopper", "cuda")
-
-
-def test_three_warpgroups_have_the_same_bits_at_every_launch(in_tall_tiles):
-    draw, cases = random.Random(0), []
-    for tokens, heads, kv_heads in itertools.product((200, 1024, 2300, 6500), (2, 6), (1, 2)):
-        q, _, _ = inputs(1, heads, tokens, 64)[:3]
-        k, v = (x[:, :kv_heads] for x in inputs(1, heads, tokens, 64)[1:3])
-        for make in draw.sample(["dense", "causal", "window", "random", "butterfly"], 3):
-            mask = SHUFFLED[make](tokens).to("cuda")
-            assert explain(q, k, v, mask, backend="hopper").kernels[0].block_m == 192
-            cases.append((q, k, v, mask))
-        cases.append((q, k, v, masks.streaming(tokens, window=128, sink=128, block=128).to("cuda")))
-
-    def forward(case):
-        with torch.no_grad():
-            return attention(*case, return_lse=True, backend="hopper")
-
-    firsts = [forward(case) for case in cases]
-    a, other, others = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream(), torch.zeros((), device="cuda")
-    for number in range(5000):
-        if number % 4 == 0:
-            with torch.cuda.stream(other):
-                a @ a
-        which = draw.randrange(len(cases))
-        for x, y in zip(forward(cases[which]), firsts[which], strict=True):
-            others += (x != y).any()
-    assert others.item() == 0
-
-
-@pytest.mark.parametrize("make", [None, masks.causal], ids=["dense", "causal"])
-def test_long_rows_are_computed_by_three_warpgroups(make):
-    tokens = 2 * LIMITS.tall_keys + 200
-    q, k, v, _, _ = inputs(1, 4, tokens, 64)
-    k, v = k[:, :2], v[:, :2]
-    mask = None if make is None else make(tokens).to("cuda")
-    chosen = explain(q, k, v, mask)
-    assert chosen.forward.family == "hopper" and chosen.kernels[0].block_m == 192
-
-    def layer(q, k, v):
-        return attention(q, k, v, mask, return_lse=True)
-
-    testing.assert_exact(layer, q, k, v, mask, heads=1, blocks=8)
 
 
 OTHER_DIMS = [
