@@ -252,8 +252,9 @@ def mask_and_scores(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
-    if pattern is not None and type(pattern).__hash__ is None:  # such as a dataclass; its method has a hash
-        pattern = pattern.__call__
+    called: Any = pattern
+    if type(called).__hash__ is None:  # such as a dataclass; its method has a hash
+        pattern = called.__call__
     q_len, k_len = q_sums[-1], k_sums[-1]
     version = _version(pattern)
     key = q_sums, k_sums, pattern, version, block_pair(block), checked_device(device)
