@@ -29,10 +29,12 @@ class Captured:
     Seen are numbers, texts, arrays and tensors in closures, defaults, arguments of `partial`, global variables,
     containers, and attributes of objects and classes by the names that the functions use. What cannot be looked into
     counts as changed if its type has no hash, as that of `deque`; of any other object the identity is seen. Tensors
-    may change in place, but for writes that PyTorch does not count, through `.data` or NumPy.
+    may change in place, but for writes that PyTorch does not count, through `.data` or NumPy. What is given itself is
+    compared by its own equality.
     """
 
     def __init__(self, *held: Any) -> None:
+        self._held = held
         self._names: set[str] = set()  # that any of the functions uses: one may be given what another one captures
         known = -1
         while known < len(self._names):
@@ -48,7 +50,8 @@ class Captured:
 
     def is_still(self, now: Captured) -> bool:
         return (
-            len(self._objects) == len(now._objects)
+            self._held == now._held
+            and len(self._objects) == len(now._objects)
             and all(a is b for a, b in zip(self._objects, now._objects, strict=True))
             and self._values == now._values
         )
@@ -63,7 +66,8 @@ class Captured:
         if id(x) in self._seen:
             return
         self._seen.add(id(x))
-        self._objects.append(x)
+        if not any([x is each for each in self._held]):
+            self._objects.append(x)
         if isinstance(x, Tensor):
             self._values.append(object() if x.is_inference() else x._version)
         elif isinstance(x, np.ndarray):

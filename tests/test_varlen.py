@@ -769,6 +769,18 @@ def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
         def __call__(self, i, j):
             return (i - j).abs() < self.width
 
+    @dataclass(frozen=True)
+    class Alike:
+        document: torch.Tensor
+
+        def __call__(self, i, j):
+            return self.document[i] == self.document[j]
+
+    alike = Alike(torch.arange(30) // 5)
+    before = varlen_mask([0, 30, 50], pattern=alike)
+    assert varlen_mask([0, 30, 50], pattern=Alike(alike.document)) is before
+    alike.document.copy_(torch.arange(30) // 3)
+    assert varlen_mask([0, 30, 50], pattern=alike) == varlen_mask([0, 30, 50], pattern=alike.__call__) != before
     window = Window(5)
     first = varlen_mask([0, 30, 50], pattern=window.rule)
     assert varlen_mask([0, 30, 50], pattern=window.rule) is first
