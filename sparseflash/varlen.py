@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count, pairwise
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -252,6 +252,9 @@ def mask_and_scores(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
+    called: Any = pattern
+    if type(called).__hash__ is None:  # such as a dataclass; its method has a hash
+        pattern = called.__call__
     q_len, k_len = q_sums[-1], k_sums[-1]
     version = _version(pattern)
     key = q_sums, k_sums, pattern, version, block_pair(block), checked_device(device)
@@ -269,11 +272,9 @@ def mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """0 for a function of this library, and for an object that defines its own equality."""
-    kind: Any = type(pattern)
-    if kind is FunctionType and str(pattern.__module__).startswith("sparseflash."):
-        return 0
-    if kind is not MethodType and kind.__eq__ is not object.__eq__:
+    """0 for what this library defines."""
+    defined: Any = pattern if isinstance(pattern, FunctionType) else type(pattern)
+    if pattern is None or str(defined.__module__).startswith("sparseflash."):
         return 0
     known = _versions.get(pattern)
     if known is not None and known[0].is_still(Captured(pattern)):

@@ -769,6 +769,18 @@ def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
         def __call__(self, i, j):
             return (i - j).abs() < self.width
 
+    @dataclass(frozen=True)
+    class Alike:
+        document: torch.Tensor
+
+        def __call__(self, i, j):
+            return self.document[i] == self.document[j]
+
+    alike = Alike(torch.arange(30) // 5)
+    before = varlen_mask([0, 30, 50], pattern=alike)
+    assert varlen_mask([0, 30, 50], pattern=Alike(alike.document)) is before
+    alike.document.copy_(torch.arange(30) // 3)
+    assert varlen_mask([0, 30, 50], pattern=alike) == varlen_mask([0, 30, 50], pattern=alike.__call__) != before
     window = Window(5)
     first = varlen_mask([0, 30, 50], pattern=window.rule)
     assert varlen_mask([0, 30, 50], pattern=window.rule) is first
@@ -776,3 +788,28 @@ def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
     assert varlen_mask([0, 30, 50], pattern=Equal(5)) is varlen_mask([0, 30, 50], pattern=Equal(5))
     window.width = 3
     assert varlen_mask([0, 30, 50], pattern=window.rule) == varlen_mask([0, 30, 50], pattern=Equal(3)) != first
+
+
+def test_objects_without_a_hash_are_patterns():
+    @dataclass
+    class Window:
+        width: int
+
+        def __call__(self, i, j):
+            return (i - j).abs() < self.width
+
+    pattern = Window(5)
+    first = varlen_mask([0, 30, 50], pattern=pattern)
+    assert (
+        varlen_mask([0, 30, 50], pattern=pattern)
+        is first
+        == varlen_mask([0, 30, 50], pattern=lambda q, k: (q - k).abs() < 5)
+    )
+    pattern.width = 3
+    assert varlen_mask([0, 30, 50], pattern=pattern) == varlen_mask([0, 30, 50], pattern=Window(3)) != first
+
+
+def test_a_misspelt_option_of_a_partial_is_named():
+    for sums in ([0, 30], [0, 30, 30]):
+        with pytest.raises(TypeError, match=r"chunked must be given .*chunk=.*; got chunks=\.$"):
+            varlen_mask(sums, pattern=partial(masks.chunked, chunks=5))
