@@ -169,6 +169,7 @@ _REMEDIES = {
     "window_size": "pass pattern=functools.partial(masks.local, left=left, right=right)",
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "softcap": "pass scores=scores.softcap(softcap)",
+    "block_size": "the size of a tile is called block",
     "cu_seqlens": "it is called cu_seqlens_q",
     "max_seqlen": "it follows from cu_seqlens_q",
     "max_seqlen_q": "it follows from cu_seqlens_q",
