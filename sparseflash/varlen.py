@@ -296,9 +296,12 @@ def _made(
         if heads:
             made: dict[int, BlockMask] = {}
             for each in heads:
-                if id(each) not in made:
-                    runs = isinstance(each, list)
-                    made[id(each)] = packed_runs(each, q_sizes) if runs else _made(q_sums, k_sums, each, block, False)
+                if id(each) in made:
+                    continue
+                if isinstance(each, list):
+                    made[id(each)] = packed_runs(each, q_sizes)
+                else:
+                    made[id(each)] = _made(q_sums, k_sums, each, block, False)
             return stack_heads([made[id(each)] for each in heads])
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
         return documents(q_sizes, k_sizes, causal=rule is causal, **options)
