@@ -10,9 +10,9 @@ from torch.nn.functional import pad
 
 from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.arguments import Block, block_pair, flag
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
-from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times as much in temporaries
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.arguments import Block, block_pair
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
-from sparseflash.masks.tiling.signatures import by_name
 
 
 @by_name

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.arguments import flag, integer
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.masks import fused
 from sparseflash.masks.pooled_scores import means_of_blocks
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
 from sparseflash.masks.tiling.columns import Columns
-from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # scores that PyTorch's operations hold together
 _SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
