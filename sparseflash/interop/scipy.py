@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, checked_mask
-from sparseflash.interop.torch_sparse import from_torch_sparse, to_torch_sparse
+from sparseflash.blockmask.arguments import Block, token_counts
+from sparseflash.blockmask.build import Part, tile_list
+from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
+from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores, scores_of
 
 
 def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, head: int | None = None) -> Any:
@@ -33,10 +36,19 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
 
     if format not in ("csr", "bsr"):
         raise ValueError(f'format must be "csr" or "bsr"; got {format!r}.')
-    layout, make = (torch.sparse_csr, sparse.csr_array) if format == "csr" else (torch.sparse_bsr, sparse.bsr_array)
-    found = to_torch_sparse(checked_mask(mask).to("cpu"), layout=layout, batch=batch, head=head)
-    arrays = found.values().numpy(), found.col_indices().numpy(), found.crow_indices().numpy()
-    return make(arrays, shape=tuple(found.shape))
+    part = tuple(array.cpu() for array in one_head(mask, batch, head, "a matrix"))
+    shape = (mask.q_len, mask.k_len)
+    rows, cols, tile, words = part
+    if format == "bsr":
+        whole_blocks(mask, "a BSR matrix", 'Use format="csr".')
+        live = blocks_of((rows, cols, tile, words), torch.arange(len(rows), device="cpu"), mask.block_q, mask.block_k)
+        starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1, device="cpu"))
+        index = np.int32 if len(rows) < 2**31 else np.int64
+        arrays = live.numpy(), cols.numpy().astype(index), starts.numpy().astype(index)
+        return sparse.bsr_array(arrays, shape=shape, blocksize=(mask.block_q, mask.block_k))
+    q, k = scores_of((rows, cols, tile, words), mask.block_q, mask.block_k)
+    entries = np.ones(len(q), dtype=bool), (q.numpy(), k.numpy())
+    return sparse.coo_array(entries, shape=shape).tocsr()
 
 
 def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
@@ -58,22 +70,33 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     from scipy import sparse
 
     matrices = list(matrix) if isinstance(matrix, Sequence) else [matrix]
+    if not matrices:
+        raise ValueError("matrix must be a sparse matrix or a list of at least one; got an empty list.")
     for one in matrices:
         if not sparse.issparse(one):
             raise TypeError(f"matrix must be a scipy.sparse matrix; got {type(one).__name__}.")
         if one.dtype != np.bool_:
             raise TypeError(f"matrix must be boolean (True: live); got {one.dtype}. Choose what is live: matrix != 0.")
-        if len(one.shape) != 2:
-            raise ValueError(f"matrix must have shape [Nq, Nk]; got {list(one.shape)}.")
-    return from_torch_sparse([_tensor(one) for one in matrices], block=block)
+        if one.shape != matrices[0].shape or len(one.shape) != 2:
+            raise ValueError(f"all matrices must have one shape [Nq, Nk]; got {one.shape} and {matrices[0].shape}.")
+    q_len, k_len = token_counts(*matrices[0].shape)
+    block_q, block_k = chosen_block(block, matrices[0].blocksize if matrices[0].format == "bsr" else None)
+    parts = [_part(one, q_len, k_len, block_q, block_k) for one in matrices]
+    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(1, -1))
 
 
-def _tensor(matrix: Any) -> Tensor:
-    if matrix.format == "bsr":
+def _part(matrix: Any, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
+    if matrix.format == "bsr" and tuple(matrix.blocksize) == (block_q, block_k):
         matrix = matrix.copy()
         matrix.sum_duplicates()  # in place
-        arrays = (torch.from_numpy(x) for x in (matrix.indptr, matrix.indices, matrix.data))
-        return torch.sparse_bsr_tensor(*arrays, size=matrix.shape, device="cpu")
-    entries = matrix.tocoo()
-    places = torch.from_numpy(np.stack([entries.row, entries.col]).astype(np.int64))
-    return torch.sparse_coo_tensor(places, torch.from_numpy(entries.data), matrix.shape, device="cpu")
+        rows = row_of_entry(_tensor(matrix.indptr), len(matrix.indices))
+        rows, cols = tile_list(rows, _tensor(matrix.indices), q_len // block_q, k_len // block_k)
+        return part_of_blocks(rows, cols, torch.from_numpy(matrix.data))
+    entries = matrix.tocoo(copy=True)
+    entries.sum_duplicates()
+    q, k = (_tensor(index[entries.data]) for index in (entries.row, entries.col))
+    return part_of_scores(q, k, q_len, k_len, block_q, block_k)
+
+
+def _tensor(indices: np.ndarray[Any, Any]) -> Tensor:
+    return torch.from_numpy(indices.astype(np.int64))

@@ -34,11 +34,11 @@ def to_torch_sparse(
     """
     if layout not in (torch.sparse_csr, torch.sparse_bsr):
         raise ValueError(f"layout must be torch.sparse_csr or torch.sparse_bsr; got {layout}.")
-    part = one_head(mask, batch, head, "a sparse matrix")
+    part = one_head(mask, batch, head, "a sparse tensor")
     rows, cols = part[:2]
     size = (mask.q_len, mask.k_len)
     if layout == torch.sparse_bsr:
-        whole_blocks(mask, "a BSR matrix", "Use CSR.")
+        whole_blocks(mask, "a BSR tensor", "Use layout=torch.sparse_csr.")
         entries = torch.arange(len(rows), device=mask.device)
         live = blocks_of(part, entries, mask.block_q, mask.block_k)
         starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1, device=mask.device))
@@ -71,7 +71,7 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
     """
     matrices = list(matrix) if isinstance(matrix, Sequence) else [matrix]
     if not matrices:
-        raise ValueError("matrix must be a sparse matrix or a list of at least one; got an empty list.")
+        raise ValueError("matrix must be a sparse tensor or a list of at least one; got an empty list.")
     for one in matrices:
         if not isinstance(one, Tensor):
             raise TypeError(f"matrix must be a sparse tensor; got {type(one).__name__}.")

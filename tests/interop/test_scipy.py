@@ -100,9 +100,9 @@ def test_131072_tokens_go_and_come_without_n_by_n():
     [
         (lambda: to_scipy(masks.causal(32), format="csc"), ValueError, 'format must be "csr" or "bsr"; got \'csc\''),
         (lambda: to_scipy(masks.causal(100), format="bsr"), ValueError, "a BSR matrix must consist of whole blocks; "
-         "got 100 x 100 tokens in blocks of 128 x 128. Use CSR."),
-        (lambda: to_scipy(several()), ValueError, "a sparse matrix must hold a single pattern; got a mask with 4 for 2 "
-         "x 3 (batch x heads): select one with batch= and head=."),
+         "got 100 x 100 tokens in blocks of 128 x 128. Use format=\"csr\"."),
+        (lambda: to_scipy(several()), ValueError, "a matrix must hold a single pattern; got a mask with 4 for 2 x 3 "
+         "(batch x heads): select one with batch= and head=."),
         (lambda: to_scipy(several(), batch=0), ValueError, "with 2 for 1 x 3 (batch x heads): select one with head=."),
         (lambda: to_scipy(several(), batch=2, head=0), ValueError, "batch must lie in 0..1; got 2."),
         (lambda: to_scipy(several(), batch=0, head=-1), ValueError, "head must lie in 0..2; got -1."),
@@ -111,7 +111,7 @@ def test_131072_tokens_go_and_come_without_n_by_n():
         (lambda: from_scipy(sparse.eye_array(3)), TypeError, "matrix must be boolean (True: live); got float64. Choose "
          "what is live: matrix != 0."),
         (lambda: from_scipy([sparse.eye_array(3, dtype=bool), sparse.eye_array(4, dtype=bool)]), ValueError,
-         "all matrices must have one shape [Nq, Nk]; got [4, 4] and [3, 3]."),
+         "all matrices must have one shape [Nq, Nk]; got (4, 4) and (3, 3)."),
         (lambda: from_scipy(sparse.eye_array(3, dtype=bool), block=7), ValueError, "block must be one of 16"),
     ],
 )  # fmt: skip

@@ -83,9 +83,10 @@ def broken_csr(starts):
         (lambda: to_torch_sparse(masks.causal(32), layout=torch.strided), ValueError,
          "layout must be torch.sparse_csr or torch.sparse_bsr; got torch.strided."),
         (lambda: to_torch_sparse(masks.causal(100), layout=torch.sparse_bsr), ValueError,
-         "a BSR matrix must consist of whole blocks; got 100 x 100 tokens in blocks of 128 x 128. Use CSR."),
+         "a BSR tensor must consist of whole blocks; got 100 x 100 tokens in blocks of 128 x 128. Use "
+         "layout=torch.sparse_csr."),
         (lambda: to_torch_sparse(BlockMask.from_layout(torch.eye(2, dtype=torch.bool)[:, :, None], block=16)),
-         ValueError, "a sparse matrix must hold a single pattern; got a mask with 2 for 1 x 2 (batch x heads): select "
+         ValueError, "a sparse tensor must hold a single pattern; got a mask with 2 for 1 x 2 (batch x heads): select "
          "one with head=."),
         (lambda: from_torch_sparse([]), ValueError, "got an empty list."),
         (lambda: from_torch_sparse(None), TypeError, "matrix must be a sparse tensor; got NoneType."),
