@@ -204,14 +204,19 @@ def is_countable(indices: Tensor) -> bool:
 
 
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
-    """`cache[key]`, made on first use; safe on any CUDA stream.
+    """`cache[key]`, made on first use; safe on any CUDA stream, and made outside inference mode: otherwise a later
+    training step could not use it.
 
     Values made under fake tensors, tracing or transforms hold tensors that belong to that run, without contents. They
     are returned, but not kept.
     """
     found = cache.get(key)
     if found is None:
-        value = make()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                value = make()
+        else:
+            value = make()
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         if all(type(x) is Tensor and not wrapped(x) for x in streams.tensors_in(value)):
             cache[key] = value, ReadyEvent(value)

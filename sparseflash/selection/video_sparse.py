@@ -148,12 +148,7 @@ class VideoSparseAttention(Heads):
     def layout(self, shape: Shape | Sequence[Shape], text: int | Sequence[int], x: Tensor) -> Cubes:
         shapes, texts = zip(*shapes_of(shape, text, x.shape[1]), strict=True)
         key = shapes, texts, self.cube, x.device
-
-        def make() -> Cubes:
-            with torch.inference_mode(False):  # otherwise a later training step could not use it
-                return cubes_of(shapes, texts, self.cube, x.device)
-
-        return once(_layouts, key, make)
+        return once(_layouts, key, lambda: cubes_of(shapes, texts, self.cube, x.device))
 
 
 _REMEDIES = REMEDIES | {
