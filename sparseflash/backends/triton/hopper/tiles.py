@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.hopper import configs
+from sparseflash.backends.triton.hopper.gluon_api import async_load
 
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 
@@ -22,6 +23,14 @@ def block_at(index_ptr, place, SPLIT: gl.constexpr):
 def bytes_of(desc, rest_desc):
     """The bytes of a box, and of the box of the rest of its channels if it has one."""
     return desc.block_type.nbytes + (0 if rest_desc is None else rest_desc.block_type.nbytes)
+
+
+@gluon.jit
+def load_tile(desc, rest_desc, x_s, rest_s, stage, bar, batch, head, token):
+    """Starts the load of a box, and of the rest of its channels, into tile `stage`. `bar` expects `bytes_of` them."""
+    async_load(desc, [batch, head, token, 0], bar, x_s.index(stage))
+    if rest_desc is not None:
+        async_load(rest_desc, [batch, head, token, x_s.shape[2]], bar, rest_s.index(stage))
 
 
 @gluon.jit
