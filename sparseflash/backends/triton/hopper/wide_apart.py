@@ -17,13 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparseflash.backends.triton.hopper.backward_items import header, items_of_program, part_of
 from sparseflash.backends.triton.hopper.gluon_api import local_mma_wait
 from sparseflash.backends.triton.hopper.scores import read_later
-from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, load_tile, tiles_of
+from sparseflash.backends.triton.hopper.tiles import (
+    ROWS,
+    bytes_of,
+    load_tile,
+    masked_keys,
+    tiles_of,
+)
 from sparseflash.backends.triton.hopper.wide_steps import (
     OF_GROUP,
-    layout_of_bits,
     load_dout,
     load_queries,
-    masked,
     of_queries,
     plus_weighted,
     product,
@@ -93,7 +97,6 @@ def consumer_of_keys(
     DOUT_STAGES: gl.constexpr = dout_s.shape[0]
     KEYS: gl.constexpr = GROUPS * ROWS  # of an item
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    BITS: gl.constexpr = layout_of_bits(ROWS)
     step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
@@ -117,7 +120,9 @@ def consumer_of_keys(
                 own = unknown(0)
                 s = local_mma_wait(product(k_s, k_rest_s, own, q_s, q_rest_s, q_stage, S), 0)
                 if is_partial:
-                    s = masked(s, words_ptr, tile, c * ROWS, i % GROUPS * ROWS, k_left, GROUPS, HAS_LENGTHS, BITS)
+                    s = masked_keys(
+                        s, words_ptr, tile, c * ROWS, i % GROUPS * ROWS, k_left, float("-inf"), KEYS, HAS_LENGTHS, True
+                    )
                 p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
                 weights = read_later(p.to(dtype))
                 async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)

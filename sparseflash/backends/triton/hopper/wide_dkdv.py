@@ -28,13 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparseflash.backends.triton.hopper.backward_items import header, items_of_program, part_of
 from sparseflash.backends.triton.hopper.gluon_api import local_mma_wait
 from sparseflash.backends.triton.hopper.scores import read_later
-from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, load_tile, tiles_of
+from sparseflash.backends.triton.hopper.tiles import (
+    ROWS,
+    bytes_of,
+    load_tile,
+    masked_keys,
+    tiles_of,
+)
 from sparseflash.backends.triton.hopper.wide_steps import (
     OF_GROUP,
-    layout_of_bits,
     load_dout,
     load_queries,
-    masked,
     of_queries,
     plus_weighted,
     product,
@@ -95,7 +99,6 @@ def consumer(
     DOUT_STAGES: gl.constexpr = dout_s.shape[0]
     KEYS: gl.constexpr = GROUPS * ROWS  # of an item
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    BITS: gl.constexpr = layout_of_bits(ROWS)
     OF_DOUT: gl.constexpr = 1 if dout_rest_s is None else 2  # products with a tile
     step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
@@ -126,7 +129,9 @@ def consumer(
                 dp = product(v_s, v_rest_s, own, dout_s, dout_rest_s, dout_stage, S)
             s = local_mma_wait(s, OF_DOUT if EARLY else 0)
             if is_partial:
-                s = masked(s, words_ptr, tile, C * ROWS, i % GROUPS * ROWS, k_left, GROUPS, HAS_LENGTHS, BITS)
+                s = masked_keys(
+                    s, words_ptr, tile, C * ROWS, i % GROUPS * ROWS, k_left, float("-inf"), KEYS, HAS_LENGTHS, True
+                )
             p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
             weights = read_later(p.to(dtype))
             if EARLY:

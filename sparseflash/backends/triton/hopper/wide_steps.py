@@ -12,20 +12,6 @@ from sparseflash.backends.triton.persistent.backward_plan import ENTRY, ENTRY_RO
 OF_GROUP = gl.constexpr(128)  # threads of a warpgroup; each arrives by itself when it has read a stage
 
 
-@gluon.constexpr_function
-def layout_of_bits(ROWS):
-    """The layout of products of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its
-    scores.
-    """
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [ROWS, ROWS // 32, 32],
-    )
-
-
 @gluon.jit
 def load_queries(loads, batch, entry, piece, step, GROUPS: gl.constexpr):
     """Loads ROWS queries of an entry, with their -lse and -delta, and sends the number of the entry's tile. Returns
@@ -67,30 +53,6 @@ def load_dout(loads, batch, head, first_q, step):
     mbarrier.wait(dout_empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.expect(bar, bytes_of(dout_desc, dout_rest_desc))
     load_tile(dout_desc, dout_rest_desc, dout_s, dout_rest_s, stage, bar, batch, head, first_q)
-
-
-@gluon.jit
-def masked(
-    s, words_ptr, tile, first_key, first_row, k_left, GROUPS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    BITS: gl.constexpr,
-):  # fmt: skip
-    """s [ROWS keys, ROWS queries] where the tile's bits, from this key and row on, are set, else -inf; tile 0 is full.
-    If HAS_LENGTHS, only the first `k_left` keys are live.
-    """
-    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
-    WORDS: gl.constexpr = GROUPS * ROWS // 32  # of a key
-    key = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OF_WORDS))
-    word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
-    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (GROUPS * ROWS * WORDS)
-    at = (first_key + key)[:, None] * WORDS + word[None, :]
-    words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
-    if HAS_LENGTHS:
-        words = gl.where((key < k_left)[:, None], words, 0)
-    # `opaque` keeps the compiler from preparing the tests of bits before the loop, in eight registers.
-    shift = opaque(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS))))
-    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
-    bits = gl.convert_layout(bits.reshape([ROWS, ROWS]), s.type.layout, assert_trivial=True)
-    return gl.where(bits != 0, s, float("-inf"))
 
 
 @gluon.jit
@@ -143,10 +105,11 @@ def zeros_of(x_s):
     if x_s is None:
         return None
     else:
+        CHANNELS: gl.constexpr = x_s.shape[2]
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, x_s.shape[2], 16]
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHANNELS, 16]
         )
-        return gl.zeros([ROWS, x_s.shape[2]], gl.float32, layout=LAYOUT)
+        return gl.zeros([ROWS, CHANNELS], gl.float32, layout=LAYOUT)
 
 
 @gluon.jit

@@ -46,21 +46,13 @@ def delta_kernel(
     out = columns(
         out_ptr + batch * out_strides[0] + head * out_strides[1], wide * out_strides[2], is_row, 0, DV, PADDED_DV
     )  # fmt: skip
-    write_statistics(dout, out, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, pair * q_len + query, is_row)
-
-
-@triton.jit
-def write_statistics(dout, out, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, at, live):
-    """Writes lse2 and delta of the rows of a tile, which `delta_kernel` describes, and returns them."""
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + at, mask=live, other=0.0)
-    lse = tl.load(lse_ptr + at, mask=live, other=float("-inf"))
+        delta -= tl.load(dlse_ptr + pair * q_len + query, mask=is_row, other=0.0)
+    lse = tl.load(lse_ptr + pair * q_len + query, mask=is_row, other=float("-inf"))
     empty = lse == float("-inf")
-    lse2, delta = tl.where(empty, float("inf"), lse * LOG2E), tl.where(empty, 0.0, delta)
-    tl.store(lse2_ptr + at, lse2, mask=live)
-    tl.store(delta_ptr + at, delta, mask=live)
-    return lse2, delta
+    tl.store(lse2_ptr + pair * q_len + query, tl.where(empty, float("inf"), lse * LOG2E), mask=is_row)
+    tl.store(delta_ptr + pair * q_len + query, tl.where(empty, 0.0, delta), mask=is_row)
 
 
 @triton.jit(do_not_specialize=["q_len", "group", "blocks", "tiles", "count"])

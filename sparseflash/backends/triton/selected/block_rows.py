@@ -3,8 +3,13 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.device_functions.softmax import LN2, recomputed_weights, score_gradients, softmax_step
-from sparseflash.backends.triton.selected.block_backward import write_statistics
+from sparseflash.backends.triton.device_functions.softmax import (
+    LN2,
+    LOG2E,
+    recomputed_weights,
+    score_gradients,
+    softmax_step,
+)
 from sparseflash.backends.triton.selected.loads import columns, store_columns, token_offsets
 from sparseflash.backends.triton.selected.pieces import (
     load_pieces,
@@ -30,8 +35,9 @@ def _query_of_program(q_len, heads, group, ROWS: tl.constexpr):
 def _keys_of_step(chosen_ptr, block, i, steps, k_len, BLOCK_N: tl.constexpr, SPAN: tl.constexpr):
     """`(keys of step i, which of them there are, block of the next step)`: a block is SPAN // BLOCK_N steps."""
     PARTS: tl.constexpr = SPAN // BLOCK_N
+    following = tl.load(chosen_ptr + (i + 1) // PARTS, mask=i + 1 < steps, other=0)
     key = block * SPAN + i % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
-    return key, key < k_len, tl.load(chosen_ptr + (i + 1) // PARTS, mask=i + 1 < steps, other=0)
+    return key, key < k_len, following
 
 
 @triton.jit(do_not_specialize=[*SIZES, "qk_scale"])
@@ -108,7 +114,15 @@ def rows_dq_kernel(
     out_ptr += batch * out_strides[0] + head * out_strides[1] + query * out_strides[2]
     out = columns(out_ptr, in_group * out_strides[3], inside, 0, SHAPE.DV, PADDED_DV)
     at = ((batch * heads + head) * group + in_group) * q_len + query
-    lse2, delta = write_statistics(dout, out, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, at, inside)
+    lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))
+    empty = lse == float("-inf")
+    lse2 = tl.where(empty, float("inf"), lse * LOG2E)
+    delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + at, mask=inside, other=0.0)
+    delta = tl.where(empty, 0.0, delta)
+    tl.store(lse2_ptr + at, lse2, mask=inside)
+    tl.store(delta_ptr + at, delta, mask=inside)
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     position = query + shift

@@ -27,10 +27,12 @@ def store_pieces(x_ptr, low, high, offsets, live, SHAPE: tl.constexpr):
 @triton.jit
 def zeros_in_pieces(ROWS: tl.constexpr, SHAPE: tl.constexpr):
     """fp32 zeros, to which `plus_products` adds."""
-    low = tl.zeros([ROWS, SHAPE.PADDED_LOW], tl.float32)
+    PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW  # a list takes no attribute of SHAPE under Triton 3.6
+    PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
+    low = tl.zeros([ROWS, PADDED_LOW], tl.float32)
     high = low
     if SHAPE.HIGH > 0:
-        high = tl.zeros([ROWS, SHAPE.PADDED_HIGH], tl.float32)
+        high = tl.zeros([ROWS, PADDED_HIGH], tl.float32)
     return low, high
 
 
