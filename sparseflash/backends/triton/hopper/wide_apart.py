@@ -108,7 +108,8 @@ def consumer_of_keys(
             if HAS_LENGTHS:
                 lengths_ptr, lengths_stride = lengths
                 k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
-            dv, dv_rest = zeros_of(dout_s), zeros_of(dout_rest_s)
+            dv = zeros_of(dout_s)
+            dv_rest = None if dout_rest_s is None else zeros_of(dout_rest_s)
             if count > 0:
                 mbarrier.wait(kv_full.index(0), turn & 1)
                 turn += 1
@@ -174,7 +175,8 @@ def consumer_of_values(
         number, first, _first, count = header(work_ptr, item)
         batch, head = gl.cast(number // kv_heads, gl.int64), gl.cast(number % kv_heads, gl.int64)
         for c in range(GROUPS):
-            dk, dk_rest = zeros_of(q_s), zeros_of(q_rest_s)
+            dk = zeros_of(q_s)
+            dk_rest = None if q_rest_s is None else zeros_of(q_rest_s)
             if count > 0:
                 mbarrier.wait(kv_full.index(1), turn & 1)
                 turn += 1

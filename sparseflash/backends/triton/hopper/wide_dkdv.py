@@ -109,8 +109,9 @@ def consumer(
         if HAS_LENGTHS:
             lengths_ptr, lengths_stride = lengths
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
-        dk, dk_rest = zeros_of(q_s), zeros_of(q_rest_s)
-        dv, dv_rest = zeros_of(dout_s), zeros_of(dout_rest_s)
+        dk, dv = zeros_of(q_s), zeros_of(dout_s)
+        dk_rest = None if q_rest_s is None else zeros_of(q_rest_s)
+        dv_rest = None if dout_rest_s is None else zeros_of(dout_rest_s)
         if count > 0:
             mbarrier.wait(kv_full.index(C), turn & 1)
             turn += 1

@@ -118,7 +118,8 @@ def consumer(
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
     # The accumulators do not begin with these: ptxas would wait for the product of dq before it sets them (C7515).
     less, less_dp = gl.load(place_ptr + row) * qk_scale, gl.load(place_ptr + ROWS + row)
-    dq, dq_rest = zeros_of(k_s), zeros_of(k_rest_s)
+    dq = zeros_of(k_s)
+    dq_rest = None if k_rest_s is None else zeros_of(k_rest_s)
     mbarrier.wait(rows_full.index(0), 0)
     mbarrier.wait(rows_full.index(1), 0)
     for i in range(steps):

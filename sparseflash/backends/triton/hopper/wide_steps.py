@@ -101,15 +101,12 @@ def unknown(number):
 
 @gluon.jit
 def zeros_of(x_s):
-    """fp32 zeros for a sum of products with tiles of x, [ROWS, their channels]; None for None."""
-    if x_s is None:
-        return None
-    else:
-        CHANNELS: gl.constexpr = x_s.shape[2]
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHANNELS, 16]
-        )
-        return gl.zeros([ROWS, CHANNELS], gl.float32, layout=LAYOUT)
+    """fp32 zeros for a sum of products with tiles of x, [ROWS, their channels]."""
+    CHANNELS: gl.constexpr = x_s.shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CHANNELS, 16]
+    )
+    return gl.zeros([ROWS, CHANNELS], gl.float32, layout=LAYOUT)
 
 
 @gluon.jit

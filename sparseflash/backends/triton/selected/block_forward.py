@@ -91,6 +91,7 @@ def _with_keys(
     SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds BLOCK_N keys from `start` on to the running sums. Unless MASKED, all queries see them."""
+    PRECISION: tl.constexpr = SHAPE.PRECISION
     key = start + tl.arange(0, SHAPE.BLOCK_N)
     is_key = key < k_len
     scores, k_low, _ = scores_of(
@@ -101,9 +102,9 @@ def _with_keys(
         live = tl.broadcast_to(is_key[None, :], scores.shape)
         if SHAPE.CAUSAL:
             live = live & (key[None, :] <= position[:, None])
-    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, False, SHAPE.PRECISION, False)
+    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, False, PRECISION, False)
     values = values_of(v_ptr, k_low, key, is_key, v_strides[2], SHAPE)
-    return tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=SHAPE.PRECISION), m_i, l_i
+    return tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION), m_i, l_i
 
 
 @triton.jit(do_not_specialize=[*SIZES, "number", "qk_scale"])
