@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from sparseflash.blockmask import streams
+from sparseflash.blockmask import graph_memory, streams
 from sparseflash.blockmask.streams import ReadyEvent
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def clear_caches() -> None:
     and their launches; masks of packed sequences, of Transformers' models and of compiled code; small masks on GPUs;
     tensors for planning and for the choice of blocks.
     """
-    streams.release_finished_graphs()
+    graph_memory.release_finished()
     for clear in _clearings:
         clear()
     with _listing:
