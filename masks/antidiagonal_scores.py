@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.arguments import Block, block_pair, flag
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
-from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times as much in temporaries
 
@@ -84,7 +85,7 @@ def antidiagonal_scores(
     parts = (queries.split(at_once, 2), last_q.split(at_once), no_query.split(at_once, -2))
     for some, last, none in zip(*parts, strict=True):
         grouped = some.reshape(batch, kv_heads, -1, stride * dim)  # the query heads of a group, one after another
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             s = (grouped @ keys.mT).to(dtype).view(batch, heads, len(last), -1) * factor
         dead = no_key | (first_k > last[:, None]) if causal else no_key
         p = s.masked_fill_(dead, -torch.inf).softmax(-1).nan_to_num_(0.0)  # NaN where the group sees nothing

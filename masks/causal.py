@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
 from sparseflash.blockmask.cache import mask_cache, once
@@ -59,8 +57,7 @@ def is_causal(mask: BlockMask) -> bool:
 
     def computed() -> bool:
         # Masks that differ only in their lengths share the cache.
-        with torch.inference_mode(False):
-            limit = causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k)).to(mask.device)
-            return (mask._padded(None) - limit).indices.numel() == 0
+        limit = causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k)).to(mask.device)
+        return (mask._padded(None) - limit).indices.numel() == 0
 
     return once(mask_cache(mask.indices), "is causal", computed)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, check_block_count, flag, token_counts
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least, head_count
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame, as_heads, dynamic_mask, frame, mask_of_blocks
-from sparseflash.masks.tiling.signatures import by_name
 
 
 @by_name

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, flag, token_counts
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import at_least, head_count
 from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, dynamic_mask, frame, full_words, kind_of
-from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # chosen words, or scores, that are processed together
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.arguments import Block, block_pair
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
-from sparseflash.masks.tiling.signatures import by_name
 
 
 @by_name
@@ -55,7 +56,7 @@ def pooled_scores(
     block_q, block_k = block_pair(block)
     lengths = check_queries_and_keys(q, k, lengths)
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         q_mean, k_mean = means_of_blocks(q, block_q, lengths), means_of_blocks(k, block_k, lengths)
         q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another
         scores = (q_mean * checked_factor(scale, dim)) @ k_mean.transpose(-1, -2)

@@ -7,14 +7,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.arguments import flag, integer
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.masks import fused
 from sparseflash.masks.pooled_scores import means_of_blocks
 from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
 from sparseflash.masks.tiling.columns import Columns
-from sparseflash.masks.tiling.signatures import by_name
 
 _AT_ONCE = 1 << 24  # scores that PyTorch's operations hold together
 _SPANS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -98,7 +99,7 @@ def lists_of(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bound
 
     bounds: int32 `[2, rows]`, where the document of each row begins and ends, in keys; or None.
     """
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with torch.no_grad(), without_autocast(q.device):
         if fused.serves(q, 1, 1) and q.dtype in fused.DTYPES and q.dtype == k.dtype and q.shape[3] <= 256:
             # These import Triton.
             from sparseflash.masks.fused.select import fits
@@ -137,7 +138,7 @@ def _by_operations(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float,
     wide = torch.promote_types(q.dtype, torch.float32)
     (batch, heads, rows, _), group = q.shape, q.shape[1] // k.shape[1]
     keys = k.to(wide).repeat_interleave(group, 1).mT
-    most = max(1, _AT_ONCE // (batch * heads * max(1, keys.shape[3]) * of.rows)) * of.rows
+    most = max(1, _AT_ONCE // max(1, batch * heads * keys.shape[3] * of.rows)) * of.rows
     found = [
         _lists(q[:, :, start : start + most], keys, start, of, top_k, factor, bounds)
         for start in range(0, rows, most)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.ops.stack import stack_batch, stack_heads
+from sparseflash.blockmask.recorded import stack_of
 from sparseflash.masks.tiling.signatures import pattern
 
 
@@ -34,7 +35,7 @@ def per_head(masks: Sequence[BlockMask]) -> BlockMask:
     >>> mask.pattern.tolist()  # two distinct patterns are stored
     [[0, 0, 0, 0, 1, 1, 1, 1]]
     """
-    return stack_heads(masks)
+    return stack_of(masks, stack_heads)
 
 
 @pattern

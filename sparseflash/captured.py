@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,17 +26,23 @@ class Captured:
     >>> before.is_still(Captured(rule))
     False
 
-    Seen are numbers, texts and tensors (also changed in place) in closures, defaults, arguments of `partial`, global
-    variables, containers, and attributes of objects by the names that the functions use. Of other objects only the
-    identity is seen.
+    Seen are numbers, texts, arrays and tensors in closures, defaults, arguments of `partial`, global variables,
+    containers, and attributes of objects and classes by the names that the functions use. What cannot be looked into
+    counts as changed if its type has no hash, as that of `deque`; of any other object the identity is seen. Tensors
+    may change in place, but for writes that PyTorch does not count, through `.data` or NumPy. What is given itself is
+    compared by its own equality.
     """
 
     def __init__(self, *held: Any) -> None:
-        self._objects: list[Any] = []  # compared by identity, and kept, so that no other object gets their place
-        self._values: list[Any] = []
-        self._seen: set[int] = set()
-        for each in held:
-            self._visit(each, frozenset())
+        self._held = held
+        self._names: set[str] = set()  # that any of the functions uses: one may be given what another one captures
+        known = -1
+        while known < len(self._names):
+            known = len(self._names)
+            self._objects: list[Any] = []  # compared by identity, and kept, so that no other object gets their place
+            self._values: list[Any] = []
+            self._seen: set[int] = set()
+            self._all(held)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,82 +50,105 @@ class Captured:
 
     def is_still(self, now: Captured) -> bool:
         return (
-            len(self._objects) == len(now._objects)
+            self._held == now._held
+            and len(self._objects) == len(now._objects)
             and all(a is b for a, b in zip(self._objects, now._objects, strict=True))
             and self._values == now._values
         )
 
-    def _visit(self, x: Any, names: frozenset[str]) -> None:
+    def _visit(self, x: Any) -> None:
         if isinstance(x, _VALUES):
             self._values += type(x), x
             return
         if isinstance(x, types.MethodType):  # a new object whenever it is asked for
-            self._visit(x.__func__, names)
-            self._visit(x.__self__, names | _names(x.__func__))
+            self._all((x.__func__, x.__self__))
             return
         if id(x) in self._seen:
             return
         self._seen.add(id(x))
-        self._objects.append(x)
+        if not any([x is each for each in self._held]):
+            self._objects.append(x)
         if isinstance(x, Tensor):
             self._values.append(object() if x.is_inference() else x._version)
+        elif isinstance(x, np.ndarray):
+            self._values.append(object() if x.dtype.hasobject else x.tobytes())
         elif isinstance(x, (list, tuple, set, frozenset)):
-            self._all(x, names)
+            self._all(x)
         elif isinstance(x, dict):
-            self._all(x.values(), names)
+            self._all(x)
+            self._all(x.values())
         elif isinstance(x, functools.partial):
-            self._all((x.func, x.args, x.keywords), names)
+            self._all((x.func, x.args, x.keywords))
         elif isinstance(x, types.FunctionType):
             self._function(x)
+        elif isinstance(x, types.BuiltinFunctionType):
+            self._visit(x.__self__)
         elif isinstance(x, types.ModuleType):
             if not _is_library(x.__name__):
-                self._all((vars(x)[name] for name in sorted(names & vars(x).keys())), names)
-        elif not isinstance(x, (type, types.BuiltinFunctionType)):
-            self._object(x, names)
+                self._all(vars(x)[name] for name in sorted(self._names & vars(x).keys()))
+        elif isinstance(x, type):
+            self._class(x)
+        else:
+            self._object(x)
 
-    def _all(self, held: Any, names: frozenset[str]) -> None:
+    def _all(self, held: Iterable[Any]) -> None:
         for each in held:
-            self._visit(each, names)
+            self._visit(each)
 
     def _function(self, x: types.FunctionType) -> None:
-        names, module = _names(x), x.__module__ or ""
+        module = x.__module__ or ""
         if module.partition(".")[0] == "sparseflash":
             return
         for cell in x.__closure__ or ():
             try:
-                self._visit(cell.cell_contents, names)
+                self._visit(cell.cell_contents)
             except ValueError:  # not yet assigned
                 self._values.append("empty")
-        self._all((x.__defaults__, x.__kwdefaults__), names)
+        self._all((x.__defaults__, x.__kwdefaults__))
         if not _is_library(module):
-            self._all((x.__globals__[name] for name in sorted(names & x.__globals__.keys())), names)
+            names = _names_of(x.__code__)
+            self._names |= names
+            self._all(x.__globals__[name] for name in sorted(names & x.__globals__.keys()))
 
-    def _object(self, x: Any, names: frozenset[str]) -> None:
-        kind, before = type(x), frozenset[str]()
-        names = names | {"__call__"}
-        while names != before:  # methods and properties read further attributes
-            before = names
-            for name in sorted(names):
-                found = getattr(kind, name, None)
-                found = found.fget if isinstance(found, property) else found
-                if isinstance(found, types.FunctionType):
-                    self._visit(found, names)
-                    names = names | _names(found)
-        held = dict(getattr(x, "__dict__", {}))
+    def _class(self, x: type) -> list[str]:
+        """Visits the attributes; returns the names of slots."""
+        slots = []
+        for base in x.__mro__:
+            if _is_library(base.__module__):
+                continue
+            for name in sorted(vars(base).keys() & (self._names | _BY_OPERATORS)):
+                found = vars(base)[name]
+                if isinstance(found, types.MemberDescriptorType):
+                    slots.append(name)
+                elif isinstance(found, property | staticmethod | classmethod):
+                    self._visit(found.fget if isinstance(found, property) else found.__func__)
+                else:
+                    self._visit(found)
+        return slots
+
+    def _object(self, x: Any) -> None:
+        kind = type(x)
+        held = {name: getattr(x, name, None) for name in self._class(kind)} | getattr(x, "__dict__", {})
         if isinstance(x, torch.nn.Module):
             held |= {**x._parameters, **x._buffers, **x._modules}
-        self._all((held[name] for name in sorted(names & held.keys())), names)
+        elif getattr(x, "__hash__", None) is None and not hasattr(x, "__dict__") and not hasattr(kind, "__slots__"):
+            self._values.append(object())
+        self._all(held[name] for name in sorted(self._names & held.keys()))
+
+
+# Methods that Python calls without their names.
+_BY_OPERATORS = frozenset(
+    ("__call__", "__getattr__", "__getitem__", "__contains__", "__iter__", "__next__", "__len__", "__bool__", "__int__",
+     "__index__", "__float__")
+)  # fmt: skip
 
 
 def _is_library(name: str) -> bool:
-    return name.partition(".")[0] in ("numpy", "sparseflash", "torch")
-
-
-def _names(function: Any) -> frozenset[str]:
-    return _names_of(getattr(function, "__code__", None))
+    return name.partition(".")[0] in ("builtins", "numpy", "sparseflash", "torch")
 
 
 def _names_of(code: Any) -> frozenset[str]:
     if not isinstance(code, types.CodeType):
         return frozenset()
-    return frozenset(code.co_names).union(*map(_names_of, code.co_consts))
+    texts = [x for x in code.co_consts if type(x) is str and x.isidentifier()]  # getattr(x, "name")
+    return frozenset(code.co_names).union(texts, *map(_names_of, code.co_consts))

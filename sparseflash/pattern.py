@@ -79,8 +79,8 @@ def is_rule(pattern: Pattern | None) -> bool:
         return False
     try:
         parameters = inspect.signature(pattern).parameters.values()
-    except ValueError:
-        return True
+    except ValueError:  # also of a `partial` with a name that its function does not have, which says so when called
+        return not isinstance(pattern, partial) or is_rule(pattern.func)
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) > 2:
         raise TypeError(

@@ -146,8 +146,7 @@ def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> Bl
 
 @bounded_tensors(maxsize=32)
 def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):  # otherwise a later training step could not use it
-        return causal(q_len, k_len, offset=0, block=block).to(device)
+    return causal(q_len, k_len, offset=0, block=block).to(device)
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count, pairwise
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Literal, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,29 +16,21 @@ from sparseflash.blockmask.arguments import Block, block_pair, checked_device, p
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
-from sparseflash.blockmask.recorded import Call, Recording, Runs, recorded
+from sparseflash.blockmask.ops.stack import stack_heads
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.captured import Captured
-from sparseflash.masks.butterfly import butterfly
 from sparseflash.masks.causal import causal
 from sparseflash.masks.chunked import chunked
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
-from sparseflash.masks.local import dilated, local
-from sparseflash.masks.log_sparse import log_sparse
-from sparseflash.masks.sparse_transformer import strided
+from sparseflash.masks.local import local
 from sparseflash.masks.streaming import a_shape, streaming
-from sparseflash.masks.tiling.spans import spans_of_heads
-from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for, of_lengths
+from sparseflash.packed_pattern import FEW_LENGTHS, NESTED, OF_ONE_LENGTH, asked_for, packed_runs
+from sparseflash.pattern import Pattern, check_pattern, is_rule, made_for
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
-# The mask of n tokens begins that of more, unless one of these arguments, which the length limits or changes, is given.
-_NESTED: tuple[Any, ...] = (causal, dense, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
-_RECORDED = {each.__wrapped__: each for each in _NESTED}
-_OF_ONE_LENGTH = frozenset(("q_len", "k_len", "factors", "strides", "layer"))
-_FEW_LENGTHS = 64  # up to this many, asking a family for runs takes less time than cutting its longest mask
 _masks = BoundedDict(32)
 _versions = BoundedDict(32)
 _numbers = count(1)
@@ -169,6 +160,7 @@ _REMEDIES = {
     "window_size": "pass pattern=functools.partial(masks.local, left=left, right=right)",
     "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
     "softcap": "pass scores=scores.softcap(softcap)",
+    "block_size": "the size of a tile is called block",
     "cu_seqlens": "it is called cu_seqlens_q",
     "max_seqlen": "it follows from cu_seqlens_q",
     "max_seqlen_q": "it follows from cu_seqlens_q",
@@ -252,6 +244,9 @@ def mask_and_scores(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
+    called: Any = pattern
+    if type(called).__hash__ is None:  # such as a dataclass; its method has a hash
+        pattern = called.__call__
     q_len, k_len = q_sums[-1], k_sums[-1]
     version = _version(pattern)
     key = q_sums, k_sums, pattern, version, block_pair(block), checked_device(device)
@@ -269,11 +264,9 @@ def mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """0 for a function of this library, and for an object that defines its own equality."""
-    kind: Any = type(pattern)
-    if kind is FunctionType and str(pattern.__module__).startswith("sparseflash."):
-        return 0
-    if kind is not MethodType and kind.__eq__ is not object.__eq__:
+    """0 for what this library defines."""
+    defined: Any = pattern if isinstance(pattern, FunctionType) else type(pattern)
+    if pattern is None or str(defined.__module__).startswith("sparseflash."):
         return 0
     known = _versions.get(pattern)
     if known is not None and known[0].is_still(Captured(pattern)):
@@ -281,7 +274,10 @@ def _version(pattern: Pattern | None) -> int:
     return next(_numbers)
 
 
-def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block) -> BlockMask:
+def _made(
+    q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block, may_ask: bool = True
+) -> BlockMask:
+    """may_ask: whether a pattern may be asked for all masks at once, which is not worth it again for one of its own."""
     q_sizes, k_sizes = ([stop - start for start, stop in pairwise(sums)] for sums in (q_sums, k_sums))
     sizes = list(zip(q_sizes, k_sizes, strict=True))
     if not any(q_size and k_size for q_size, k_size in sizes):
@@ -295,16 +291,22 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     by_rule = is_rule(pattern)
     masks: dict[tuple[int, int], BlockMask] = {}
     lengths = list(dict.fromkeys(filter(None, q_sizes)))
-    is_asked = rule not in _NESTED or (rule in (local, chunked, streaming, a_shape) and len(lengths) <= _FEW_LENGTHS)
-    if pattern is not None and is_asked and not by_rule and q_sums == k_sums:
-        found, runs, masks = _asked_for(pattern, lengths)
-        if runs:
-            return _packed(runs, q_sizes)
-        if found is not None:
-            rule, options, pattern = found.func, found.keywords, found
+    is_asked = rule not in NESTED or (rule in (local, chunked, streaming, a_shape) and len(lengths) <= FEW_LENGTHS)
+    if may_ask and pattern is not None and is_asked and not by_rule and q_sums == k_sums:
+        heads, masks = asked_for(pattern, lengths)
+        if heads:
+            made: dict[int, BlockMask] = {}
+            for each in heads:
+                if id(each) in made:
+                    continue
+                if isinstance(each, list):
+                    made[id(each)] = packed_runs(each, q_sizes)
+                else:
+                    made[id(each)] = _made(q_sums, k_sums, each, block, False)
+            return stack_heads([made[id(each)] for each in heads])
     if (rule is causal or rule is dense) and options.keys() <= {"block"}:
         return documents(q_sizes, k_sizes, causal=rule is causal, **options)
-    nested = by_rule or (rule in _NESTED and options.keys().isdisjoint(_OF_ONE_LENGTH))
+    nested = by_rule or (rule in NESTED and options.keys().isdisjoint(OF_ONE_LENGTH))
     made_of = _longest_of(sizes) if nested else {size: size for size in sizes if 0 not in size}
     asked = dict.fromkeys(made_of.values())
     whole = max((q for q, k in asked if q == k), default=0) if by_rule else 0
@@ -317,56 +319,6 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     starts = zip(q_sums, k_sums)
     parts = [(masks[made_of[size]], *start, *size) for size, start in zip(sizes, starts) if size in made_of]
     return place(parts, q_sums[-1], k_sums[-1])
-
-
-def _asked_for(
-    pattern: Pattern, lengths: list[int]
-) -> tuple[partial[BlockMask] | None, list[Runs], dict[tuple[int, int], BlockMask]]:
-    """The call of a nested family, if the function makes the same one for each length; or the runs of all masks, in the
-    order of the lengths, if all are of runs and equal blocks; or the masks.
-    """
-    with recorded(_RECORDED, _OF_ONE_LENGTH) as recording:
-        masks = {(length, length): pattern(length) for length in lengths}
-        found = _one_call([recording.calls.get(id(mask)) for mask in masks.values()], lengths)
-        runs = [] if found is not None and len(lengths) > _FEW_LENGTHS else _runs_of_all(recording, masks)
-        if runs or found is not None:
-            masks.clear()  # masks that the function did not keep are never computed
-            return found, runs, masks
-    return None, [], {size: of_lengths(mask, *size) for size, mask in masks.items()}
-
-
-def _runs_of_all(recording: Recording, masks: dict[tuple[int, int], Any]) -> list[Runs]:
-    found: list[Runs] = []
-    for size, mask in masks.items():
-        runs = recording.runs_of(mask)
-        if runs is None or (runs.q_len, runs.k_len) != size:
-            return []
-        found.append(runs)
-        if runs.block != found[0].block:
-            return []
-    return found
-
-
-def _packed(runs: list[Runs], sizes: list[int]) -> BlockMask:
-    """The mask of sequences of these sizes, each with the runs of its length."""
-    lengths = np.array([each.q_len for each in runs])
-    first = dict(zip(lengths.tolist(), (lengths.cumsum() - lengths).tolist()))
-    size = np.array(sizes)
-    begin = size.cumsum() - size
-    at = np.arange(size.sum()) + (np.array([first.get(each, 0) for each in sizes]) - begin).repeat(size)
-    ends = np.minimum(np.maximum(np.concatenate([each.ends for each in runs], 1), 0), lengths.repeat(lengths))
-    made = torch.from_numpy(ends[:, at] + begin.repeat(size))
-    second = None if torch.equal(made[2], made[3]) else (made[2], made[3])
-    return spans_of_heads(made[0], made[1], len(at), [(None, None)], [0], second=second, block=runs[0].block)
-
-
-def _one_call(calls: list[Call | None], lengths: list[int]) -> partial[BlockMask] | None:
-    first = calls[0]
-    if first is None or any(
-        call is None or (call.key, call.length) != (first.key, length) for call, length in zip(calls, lengths)
-    ):
-        return None
-    return partial(_RECORDED[first.family], **first.options)
 
 
 def _longest_of(sizes: list[tuple[int, int]]) -> dict[tuple[int, int], tuple[int, int]]:

@@ -9,7 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparseflash import BlockMask, attention, explain, masks, scores, sdpa
 from sparseflash.grouped import selected_attention
-from tests.drawn.problems import Problem
 from tests.processes.forked import python
 
 BACKENDS = ["reference", "blockwise", "triton"]
@@ -377,14 +376,6 @@ def test_a_gpu_that_is_too_old_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     check_device(torch.device("cuda", 0))
     check_device.cache_clear()
-
-
-def test_a_problem_prints_as_what_makes_it_again():
-    assert isinstance(eval(repr(tiny())), Problem)
-
-
-def tiny():
-    return Problem(None, 1, 1, 1, 3, 4, 16, 16, torch.float32, None, "contiguous", 0)
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "reference"])

@@ -168,6 +168,15 @@ FUNCTIONS = {
     "marks apart": lambda n: masks.longformer(n, window=5, global_tokens=[0, n - 1], block=16),
     "last queries": lambda n: masks.tri_shape(n, sink=1, local=n // 4, last=n // 5, block=16),
     "two heads": lambda n: masks.per_head([masks.local(n, window=n // 2 + 1, block=16), masks.causal(n, block=16)]),
+    "heads of families": lambda n: masks.per_head(
+        [masks.butterfly(n, block=16), masks.local(n, window=9, block=32), masks.butterfly(n, block=16)]
+    ),
+    "heads of its length": lambda n: masks.per_head([masks.causal(n, block=16)] * (1 + n % 2)),
+    "heads of heads": lambda n: masks.per_head([two_heads(n), masks.dense(n, block=16)]),
+    "heads of another length": lambda n: _or_causal(
+        n, lambda: masks.per_head([masks.causal(n, block=16), masks.causal(n + n % 2, block=16)])
+    ),
+    "heads that are read": lambda n: [m := two_heads(n), m.density][0],
     "its scores are read": lambda n: [m := masks.local(n, window=n // 2 + 1, block=16), m.density][0],
     "a length below 1": lambda n: _or_causal(n, lambda: [masks.causal(n - 20), masks.dense(n, block=16)][1]),
 }
@@ -191,6 +200,11 @@ def _or_causal(n, make):
 @example([(40, 40), (41, 41)], "last queries")
 @example([(40, 40), (41, 41)], "marks apart")
 @example([(40, 40), (41, 41)], "two heads")
+@example([(40, 40), (41, 41)], "heads that are read")
+@example([(40, 40), (41, 41)], "heads of another length")
+@example([(40, 40), (41, 41)], "heads of heads")
+@example([(40, 40), (41, 41)], "heads of its length")
+@example([(40, 40), (41, 41)], "heads of families")
 def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):
     sums = np.cumsum([0, *(q for q, _ in sizes)]).tolist()
     lengths = [stop - start for start, stop in pairwise(sums)]
@@ -233,6 +247,27 @@ def test_of_masks_of_runs_none_is_made_for_a_length():
     assert held[0] == masks.local(5, window=3, block=16)
     parts = [(masks.local(n, window=n // 2 + 1, block=16), at, at) for n, at in zip(np.diff(sums).tolist(), sums)]
     assert found == place(parts, int(sums[-1]), int(sums[-1]))
+
+
+def test_of_stacked_heads_each_distinct_one_is_made_once():
+    band, held = sys.modules["sparseflash.masks.tiling.band"], []
+
+    def pattern(length):
+        heads = [masks.local(length, window=length // 2 + 1, block=16), masks.butterfly(length, block=16)] * 4
+        stacked = masks.per_head(heads)
+        held.extend([stacked] if length == 5 else [])
+        heads.clear()  # a list of the function's own
+        return stacked
+
+    sums = np.cumsum([0, *range(1, 100)])
+    with (
+        mock.patch.object(band, "_made", side_effect=band._made) as made,
+        mock.patch.object(varlen, "place", side_effect=varlen.place) as placed,
+    ):
+        found = varlen_mask(sums, pattern=pattern)
+    assert made.call_count == placed.call_count == 1  # the window that the function holds, and the butterfly
+    assert "indices" in vars(held[0]) and held[0] == pattern(5)
+    assert found == place([(pattern(n), at, at) for n, at in zip(range(1, 100), sums)], int(sums[-1]), int(sums[-1]))
 
 
 @pytest.mark.parametrize("function", ["local", "streaming", "chunked"])
@@ -769,6 +804,18 @@ def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
         def __call__(self, i, j):
             return (i - j).abs() < self.width
 
+    @dataclass(frozen=True)
+    class Alike:
+        document: torch.Tensor
+
+        def __call__(self, i, j):
+            return self.document[i] == self.document[j]
+
+    alike = Alike(torch.arange(30) // 5)
+    before = varlen_mask([0, 30, 50], pattern=alike)
+    assert varlen_mask([0, 30, 50], pattern=Alike(alike.document)) is before
+    alike.document.copy_(torch.arange(30) // 3)
+    assert varlen_mask([0, 30, 50], pattern=alike) == varlen_mask([0, 30, 50], pattern=alike.__call__) != before
     window = Window(5)
     first = varlen_mask([0, 30, 50], pattern=window.rule)
     assert varlen_mask([0, 30, 50], pattern=window.rule) is first
@@ -776,3 +823,28 @@ def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
     assert varlen_mask([0, 30, 50], pattern=Equal(5)) is varlen_mask([0, 30, 50], pattern=Equal(5))
     window.width = 3
     assert varlen_mask([0, 30, 50], pattern=window.rule) == varlen_mask([0, 30, 50], pattern=Equal(3)) != first
+
+
+def test_objects_without_a_hash_are_patterns():
+    @dataclass
+    class Window:
+        width: int
+
+        def __call__(self, i, j):
+            return (i - j).abs() < self.width
+
+    pattern = Window(5)
+    first = varlen_mask([0, 30, 50], pattern=pattern)
+    assert (
+        varlen_mask([0, 30, 50], pattern=pattern)
+        is first
+        == varlen_mask([0, 30, 50], pattern=lambda q, k: (q - k).abs() < 5)
+    )
+    pattern.width = 3
+    assert varlen_mask([0, 30, 50], pattern=pattern) == varlen_mask([0, 30, 50], pattern=Window(3)) != first
+
+
+def test_a_misspelt_option_of_a_partial_is_named():
+    for sums in ([0, 30], [0, 30, 30]):
+        with pytest.raises(TypeError, match=r"chunked must be given .*chunk=.*; got chunks=\.$"):
+            varlen_mask(sums, pattern=partial(masks.chunked, chunks=5))

@@ -260,9 +260,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def calls(
-    batch: Annotated[int, typer.Option(min=1)] = 1,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    tokens: Annotated[int, typer.Option(min=16)] = 256,
+    batch: Annotated[int, typer.Option(help="Sequences of a call.", min=1)] = 1,
+    heads: Annotated[int, typer.Option(help="Of queries, keys and values.", min=1)] = 4,
+    tokens: Annotated[int, typer.Option(help="Queries and keys of a sequence.", min=16)] = 256,
     dim: Annotated[int, typer.Option(help="Head dim.", min=16, max=256)] = 64,
     block: Annotated[int, typer.Option(help="Tokens a tile of the mask.", min=16, max=128)] = 64,
     rounds: Rounds = 15,

@@ -249,8 +249,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 @app.command()
 def table(
     preset: Annotated[str, typer.Option(help="paper or theorem: the sizes that are not given.")] = "paper",
-    batch: Annotated[int | None, typer.Option(min=1)] = None,
-    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences.", min=1)] = None,
+    heads: Annotated[int | None, typer.Option(help="Of queries, keys and values.", min=1)] = None,
     length: Annotated[int | None, typer.Option(help="Tokens.", min=16)] = None,
     dim: Annotated[list[int] | None, typer.Option(help="Head dim; may be repeated.", min=16, max=256)] = None,
     block: Annotated[int | None, typer.Option(help="Tokens a tile: the smaller, the lower densities go.")] = None,
@@ -260,6 +260,7 @@ def table(
     commit: Commit = None,
     out: Out = Path("runs/io"),
 ) -> None:
+    """Operations, bytes and milliseconds at every density of blocks, for each head dim."""
     chosen("--preset", [preset], PRESETS)
     chosen("--dtype", [dtype], DTYPES)
     given = {"batch": batch, "heads": heads, "length": length, "dim": dim, "block": block}

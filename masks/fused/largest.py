@@ -64,7 +64,8 @@ def _scores(scores_ptr, number, begin, stop, first, last):
 def _key(score):
     """An integer for each score, greater for greater ones, and above 0."""
     bits = score.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    # Not ~bits: with NumPy 2 the interpreter of Triton 3.6 refuses -1 as an unsigned number.
+    return tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit

@@ -1,23 +1,22 @@
-"""The calls of the library's functions: lengths by position, everything else by name."""
+"""How the library's patterns are called: small masks of numbers are kept, and masks are constants in compiled code."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict
 from sparseflash.blockmask.compiling import constant_when_compiled, is_faking
 from sparseflash.blockmask.recorded import answer, are_runs_recorded, is_recorded
 from sparseflash.blockmask.threads import on_one_thread
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 _kept = BoundedDict(64)  # small masks, by the function that makes them and its arguments
 _NUMBERS = frozenset((int, bool, float, str, type(None)))  # their equality and type tell all that a function sees
@@ -68,40 +67,3 @@ def _key_of_numbers(*values: Any) -> tuple[Any, ...] | None:
         if kind not in _NUMBERS and not (kind is tuple and all([type(y) is int for y in x])):
             return None
     return values, kinds
-
-
-def by_name(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function with keyword-only parameters: the errors for too many positional arguments, and for names
-    that it does not have, list those parameters.
-
-    >>> @by_name
-    ... def window_of(q_len, k_len=None, *, window): ...
-    >>> window_of(1, 4096, 256)
-    Traceback (most recent call last):
-        ...
-    TypeError: window_of must be given q_len and k_len by position and the rest by name (window=); got 3 by position.
-    >>> window_of(4096, window_size=256)
-    Traceback (most recent call last):
-        ...
-    TypeError: window_of must be given q_len and k_len by position and the rest by name (window=); got window_size=.
-    """
-    signature = inspect.signature(function)
-    parameters = signature.parameters.values()
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    most, known = len(positional), frozenset(p.name for p in parameters)
-    expected = f"{' and '.join(positional)} by position"
-    listed = " Pass one list of them." if positional[:1] in (["masks"], ["lengths"]) else ""
-    if named := ", ".join(f"{p.name}=" for p in parameters if p.kind is p.KEYWORD_ONLY):
-        expected += f" and the rest by name ({named})"
-
-    @functools.wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        if len(args) > most:
-            raise TypeError(f"{called.__name__} must be given {expected}; got {len(args)} by position.{listed}")
-        if not known >= kwargs.keys():
-            unknown = next(name for name in kwargs if name not in known)
-            raise TypeError(f"{called.__name__} must be given {expected}; got {unknown}=.")
-        return function(*args, **kwargs)
-
-    called.__signature__ = signature  # type: ignore[attr-defined]  # or `is_rule` would look for it at every call
-    return called

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash.autocast import without_autocast
 from sparseflash.backends.blockwise_tiles import Tiles
 from sparseflash.backends.operators import Operator
 from sparseflash.backends.problem import Problem
@@ -27,7 +28,7 @@ def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(q: Tensor, *rest: Any) -> Any:
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             return function(q, *rest)
 
     return run

@@ -7,11 +7,10 @@ dtype instead; its error bounds the other backends' errors. Memory grows with `N
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
+from sparseflash.autocast import without_autocast
 from sparseflash.blockmask import BlockMask
 from sparseflash.dropout import Dropout, amplification, kept_everywhere
 from sparseflash.scores.change import Place, Scores
@@ -37,9 +36,7 @@ def attention_to_live(
     wide = _lse_dtype(q)
     if wide == q.dtype:
         return attention_of_live(q, k, v, live, scale, dropout, changes)
-    kind = q.device.type
-    has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast would round the matrix products
-    with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
+    with without_autocast(q.device):
         out, lse = attention_of_live(q.to(wide), k.to(wide), v.to(wide), live, scale, dropout, changes)
     return out.to(q.dtype), lse
 

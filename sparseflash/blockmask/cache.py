@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from sparseflash.blockmask import streams
+from sparseflash.blockmask import graph_memory, streams
 from sparseflash.blockmask.streams import ReadyEvent
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def clear_caches() -> None:
     and their launches; masks of packed sequences, of Transformers' models and of compiled code; small masks on GPUs;
     tensors for planning and for the choice of blocks.
     """
-    streams.release_finished_graphs()
+    graph_memory.release_finished()
     for clear in _clearings:
         clear()
     with _listing:
@@ -204,14 +204,19 @@ def is_countable(indices: Tensor) -> bool:
 
 
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
-    """`cache[key]`, made on first use; safe on any CUDA stream.
+    """`cache[key]`, made on first use; safe on any CUDA stream, and made outside inference mode: otherwise a later
+    training step could not use it.
 
     Values made under fake tensors, tracing or transforms hold tensors that belong to that run, without contents. They
     are returned, but not kept.
     """
     found = cache.get(key)
     if found is None:
-        value = make()
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                value = make()
+        else:
+            value = make()
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         if all(type(x) is Tensor and not wrapped(x) for x in streams.tensors_in(value)):
             cache[key] = value, ReadyEvent(value)

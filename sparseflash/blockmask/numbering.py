@@ -34,13 +34,8 @@ def tile_numbers(mask: BlockMask) -> tuple[Tensor, Tensor]:
     """
     if torch.compiler.is_compiling():  # compiled code must not cache anything
         return _numbers(mask), mask.pattern
-    return once(mask_cache(mask.indices), "tile numbers", lambda: _saveable(mask))
-
-
-def _saveable(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Tensors that autograd can save, also if the mask was made in inference mode or this is called in it."""
-    with torch.inference_mode(False):
-        return _numbers(mask), mask.pattern.clone()
+    # Of a copy of the pattern, because autograd cannot save arrays of a mask that was made in inference mode.
+    return once(mask_cache(mask.indices), "tile numbers", lambda: (_numbers(mask), mask.pattern.clone()))
 
 
 def _numbers(mask: BlockMask) -> Tensor:

@@ -1,5 +1,5 @@
-"""Records which masks a function makes. Those that differ only in length, and those of runs of keys, are computed only
-when they are read.
+"""Records which masks a function makes. Those that differ only in length, those of runs of keys, and stacks of both are
+computed only when they are read.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Runs(NamedTuple):
     ends: NDArray[np.int64]  # [4, q_len], any values
 
 
+Stacks = dict[int, tuple[BlockMask, list[BlockMask]]]  # the same: masks of several heads, and the masks of their heads
 FoundRuns = dict[int, tuple[BlockMask, Runs]]  # by the ids of masks, which are kept so that no other mask gets an id
 
 
@@ -49,7 +50,20 @@ class Recording(NamedTuple):
     unlike: frozenset[str]
     calls: dict[int, Call]  # by the ids of masks
     runs: FoundRuns
+    stacks: Stacks
     known: set[Any]  # keys
+
+    def heads_of(self, mask: Any) -> list[BlockMask] | None:
+        """The masks of one head each that a stack has; None for other masks, and if it has been computed."""
+        found = self.stacks.get(id(mask))
+        return None if found is None or vars(mask)["_make"] is None else found[1]
+
+    def length_of(self, mask: Any) -> int | None:
+        """The length of a recorded mask that has as many keys as queries, and one head; None for others."""
+        if (call := self.calls.get(id(mask))) is not None:
+            return call.length
+        runs = self.runs[id(mask)][1] if id(mask) in self.runs else None
+        return runs.q_len if runs is not None and runs.q_len == runs.k_len else None
 
     def runs_of(self, mask: Any) -> Runs | None:
         """The runs of a mask that has not been computed; None if it has, or if it is another mask."""
@@ -109,6 +123,23 @@ def mask_of_runs(runs: Callable[[], Runs | None], make: Callable[[], BlockMask])
     return mask
 
 
+def stack_of(masks: Any, make: Callable[[Any], BlockMask]) -> BlockMask:
+    """`make(masks)`, which stacks the heads of a list of masks.
+
+    While masks are recorded, a stack of recorded masks of one length is computed only when it is read.
+    """
+    recording = _thread.recording
+    if recording is None or not isinstance(masks, (list, tuple)):
+        return make(masks)
+    lengths = {recording.length_of(mask) for mask in masks}
+    if len(lengths) != 1 or None in lengths:
+        return make(masks)
+    of_heads = list(masks)
+    mask = _later(partial(make, of_heads))
+    recording.stacks[id(mask)] = mask, of_heads
+    return mask
+
+
 def _later(make: Callable[[], BlockMask]) -> BlockMask:
     mask = object.__new__(BlockMask)
     vars(mask)["_make"] = partial(_alone, make, None)
@@ -137,16 +168,17 @@ def recorded(families: Collection[Family], unlike: frozenset[str] = frozenset())
     [(300, {}), (200, {})]
     """
     before = _thread.recording, _thread.runs
-    recording = Recording(families, unlike, {}, {}, set())
+    recording = Recording(families, unlike, {}, {}, {}, set())
     _thread.recording, _thread.runs = recording, recording.runs
     try:
         yield recording
     finally:
         _thread.recording, _thread.runs = before
         masks = [weakref.ref(call.mask) for call in recording.calls.values()]
-        masks += [weakref.ref(mask) for mask, _ in recording.runs.values()]
+        masks += [weakref.ref(mask) for mask, _ in [*recording.runs.values(), *recording.stacks.values()]]
         recording.calls.clear()
         recording.runs.clear()
+        recording.stacks.clear()
         for mask in masks:
             if (held := mask()) is not None:  # the function kept it, and compiled code needs computed masks
                 held._arrays()

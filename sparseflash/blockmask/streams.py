@@ -63,11 +63,6 @@ def wait_for(first: ReadyEvent, *others: ReadyEvent) -> None:
             each.wait()
 
 
-def release_finished_graphs() -> None:
-    """Releases the tensors kept for CUDA graphs that have been destroyed."""
-    graph_memory.release_finished()
-
-
 def _number_of_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 

@@ -118,8 +118,7 @@ def _of_pages(
 
 
 def _made(q_len: int, k_len: int, left: int | None, right: int | None, block: Block, device: Any) -> BlockMask:
-    with torch.inference_mode(False):  # otherwise a later training step could not use it
-        return window(q_len, k_len, left, right, block).to(device)
+    return window(q_len, k_len, left, right, block).to(device)
 
 
 _kept = bounded_tensors(maxsize=32)(_made)

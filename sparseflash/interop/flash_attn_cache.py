@@ -88,6 +88,10 @@ def flash_attn_with_kvcache(
             learnable_sink = learnable_sink.repeat_interleave(q_len)
     changes = score_changes(softcap, learnable_sink)
     if alibi_slopes is not None:
+        refuse_unless(
+            alibi_slopes.ndim == 1, "alibi_slopes",
+            "[Hq] with a cache; call once for each sequence that has slopes of its own", list(alibi_slopes.shape),
+        )  # fmt: skip
         changes = changes + scores.alibi(alibi_slopes)
     out, lse = attention_with_cache(
         queries, keys, values, lengths, block_table=block_table, starts=cache_leftpad,

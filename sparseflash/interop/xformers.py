@@ -137,13 +137,9 @@ def mask_of_bias(
     if kind.has_blocks:
         blocks = _blocks(attn_bias, q_len, k_len)
     left, right = _limits(attn_bias, kind)
-
-    def make() -> BlockMask:
-        with torch.inference_mode(False):  # otherwise a later training step could not use it
-            return _made(blocks, q_len, k_len, kind.corner == "bottom", left, right, block).to(device)
-
     key = kind, tuple(blocks), q_len, k_len, left, right, block, torch.device(device)
-    return once(_masks, key, make)
+    at_bottom = kind.corner == "bottom"
+    return once(_masks, key, lambda: _made(blocks, q_len, k_len, at_bottom, left, right, block).to(device))
 
 
 def _limits(attn_bias: Any, kind: _Kind) -> tuple[int | None, int | None]:

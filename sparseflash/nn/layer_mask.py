@@ -54,8 +54,7 @@ class LayerMask:
             self._made.clear()
 
         def make() -> BlockMask:
-            with torch.inference_mode(False):  # otherwise a later training step could not use it
-                made = self._for(q_len, k_len).to(device)
+            made = self._for(q_len, k_len).to(device)
             self._captured = Captured(self.given)  # as the function has left it, which may count its calls
             return made
 

@@ -91,10 +91,9 @@ def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
     """`Packed.places`, made once for all layers."""
 
     def make() -> tuple[Tensor, ...]:
-        with torch.inference_mode(False):  # otherwise a later training step could not use them
-            with contents_when_faking():
-                made = sequences.places(torch.device("cpu"))
-            return tuple(x.to(device) for x in made)
+        with contents_when_faking():
+            made = sequences.places(torch.device("cpu"))
+        return tuple(x.to(device) for x in made)
 
     return once(_places, (sequences.q_sums, sequences.k_sums, device), make)
 

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from sparseflash.autocast import without_autocast
 from sparseflash.blockmask.vectorize import NumbersAsIndices
 from sparseflash.scores.expression import PLACES, Expression, Kind
 from sparseflash.scores.operators import BITS, FILLED, NARROW, RECORDED, SAME, WRAPPING, Refused, in_kind, of_bits
@@ -71,7 +72,7 @@ def _recorded(
     places = [torch.zeros((), dtype=torch.int64, device=device) for _ in PLACES]
     calls = _Calls([torch.zeros((), device=device), *places, *(x.detach() for x in given)])
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _Untraced(calls), NumbersAsIndices(), calls:
+        with torch.no_grad(), without_autocast(device), _Untraced(calls), NumbersAsIndices(), calls:
             result = function(*(each.result for each in calls.inputs))
     except Refused as error:
         raise _refusal(error) from None

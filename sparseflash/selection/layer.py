@@ -137,8 +137,8 @@ class SelectionLayer(Heads):
             x = packing.spread(x)
         if cache is not None:
             check_cache(cache, self.training)
-        if x.shape[1] == 0:
-            mixed = x.new_zeros(x.shape[0], 0, self.out.in_features)
+        if x.shape[1] == 0 or (x.shape[0] == 0 and cache is None):
+            mixed = of_nothing(self, x, self.out.in_features)
         else:
             lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
             start = cache.length if cache is not None else 0 if context is None else context.start
@@ -183,6 +183,12 @@ class SelectionLayer(Heads):
             cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
             raise
         return self.merged(mixed.to(q.dtype))
+
+
+def of_nothing(layer: nn.Module, x: Tensor, features: int) -> Tensor:
+    """The features `[B, N, features]` of no tokens, with gradients of 0 for x and for all parameters."""
+    sums = [each.sum().to(x.dtype) for each in (x, *layer.parameters())]
+    return x.new_zeros(*x.shape[:-1], features) + torch.stack(sums).sum()
 
 
 def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:

@@ -45,7 +45,7 @@ def _kept(
     start: int, q_len: int, stops: tuple[int, ...], k_len: int, span: int, step: int, device: torch.device
 ) -> BlockMask:  # fmt: skip
     def make() -> BlockMask:
-        with torch.inference_mode(False), contents_when_faking():
+        with contents_when_faking():
             made = _made(start, q_len, stops, k_len, span, step)
         return made.to(device)
 

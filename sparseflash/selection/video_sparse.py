@@ -19,7 +19,7 @@ from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, p
 from sparseflash.nn.rotary import Rotation, rotate
 from sparseflash.remedies import refuse, without_others
 from sparseflash.selection.cubes import Cubes, Shape, checked_shape, cubes_of, shapes_of
-from sparseflash.selection.layer import normalised
+from sparseflash.selection.layer import normalised, of_nothing
 
 _layouts = BoundedDict(32)
 
@@ -98,6 +98,9 @@ class VideoSparseAttention(Heads):
         check_input(x, "x", plain_weight(self.qkv), "shape")
         check_features(x, "x", self.embed_dim)
         cubes = self.layout(shape, text, x)
+        if x.shape[0] == 0:
+            nothing: Tensor = self.out(of_nothing(self, x, self.out.in_features))
+            return nothing
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
@@ -145,12 +148,7 @@ class VideoSparseAttention(Heads):
     def layout(self, shape: Shape | Sequence[Shape], text: int | Sequence[int], x: Tensor) -> Cubes:
         shapes, texts = zip(*shapes_of(shape, text, x.shape[1]), strict=True)
         key = shapes, texts, self.cube, x.device
-
-        def make() -> Cubes:
-            with torch.inference_mode(False):  # otherwise a later training step could not use it
-                return cubes_of(shapes, texts, self.cube, x.device)
-
-        return once(_layouts, key, make)
+        return once(_layouts, key, lambda: cubes_of(shapes, texts, self.cube, x.device))
 
 
 _REMEDIES = REMEDIES | {

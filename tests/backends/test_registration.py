@@ -4,8 +4,6 @@ from unittest import mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends import blockwise, operators
@@ -118,34 +116,6 @@ def test_autocast_reconciles_mixed_dtypes_and_leaves_double_precision():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_checkpointing_recomputes_the_same_gradients(backend):
-    inputs = tensors()
-
-    def block(q, k, v):
-        return attention(q, k, v, padded(), backend=backend)
-
-    want = torch.autograd.grad(block(*inputs).square().sum(), inputs)
-    got = torch.autograd.grad(checkpoint(block, *inputs, use_reentrant=False).square().sum(), inputs)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_saved_without_gradients(backend):
-    saved = []
-    inputs = tensors()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        with torch.no_grad():
-            out = attention(*inputs, backend=backend)
-        assert out.grad_fn is None
-        assert not saved
-        attention(*(x.detach() for x in inputs), backend=backend)
-        assert not saved
-        attention(*inputs, backend=backend)
-    assert saved
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_through_lse_alone(backend):
     inputs = tensors()
     mask = masks.causal(N, block=16)
@@ -157,28 +127,6 @@ def test_gradient_through_lse_alone(backend):
     )
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_checkpointing_recomputes_a_gradient_through_lse_alone(backend):
-    inputs = tensors(tokens=FEW)
-
-    def lse(q, k, v):
-        return attention(q, k, v, return_lse=True, backend=backend)[1]
-
-    got, want = (
-        torch.autograd.grad(each.sum(), inputs, materialize_grads=True)
-        for each in (checkpoint(lse, *inputs, use_reentrant=False), lse(*inputs))
-    )
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_gradients_are_refused(backend):
-    q, k, v = tensors()
-    (first,) = torch.autograd.grad(attention(q, k, v, backend=backend).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="gradients of gradients are not implemented by the"):
-        torch.autograd.grad(first.sum(), q)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -206,29 +154,6 @@ def test_a_plan_dies_with_its_mask_without_the_garbage_collector(backend, dtype,
 
 
 # ---------------------------------------------------------------------- past the dispatcher
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        self.names.append(str(function))
-        return function(*arguments, **(keywords or {}))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_inference_call_gives_the_same_past_the_dispatcher(backend):
-    q, k, v = (x.detach() for x in tensors())
-    mask = padded()
-    with mock.patch.object(operators, "is_plain_call", wraps=operators.is_plain_call) as asked:
-        plain = attention(q, k, v, mask, backend=backend, return_lse=True)
-    assert asked.call_count == 1 and operators.is_plain_call(q, k, v)
-    with Seen() as seen:
-        watched = attention(q, k, v, mask, backend=backend, return_lse=True)
-    assert f"sparseflash.{backend}.default" in seen.names
-    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
 def test_whoever_watches_sees_the_operator():
@@ -281,24 +206,15 @@ def test_forward_mode_derivatives_are_refused_and_not_taken_for_zero(backend, dt
         assert torch.equal(run(q), attention(q, k, v, mask, backend=backend))  # needs no tangent
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_tangent_of_an_incoming_gradient_is_refused_and_not_taken_for_zero(backend, compiled):
+def test_compiled_code_does_not_take_a_tangent_of_an_incoming_gradient_for_zero(backend):
     inputs = tensors(tokens=FEW)
-    mask = masks.causal(FEW, block=16)
-
-    def run(q, k, v):
-        return attention(q, k, v, mask, backend=backend)
-
     torch.compiler.reset()
-    out = (torch.compile(run, backend="aot_eager") if compiled else run)(*inputs)
+    compiled = torch.compile(attention, backend="aot_eager")
+    out = compiled(*inputs, masks.causal(FEW, block=16), backend=backend)
     ones = torch.ones_like(out)
-    with torch.autograd.forward_ad.dual_level():
-        with pytest.raises(NotImplementedError, match=f"forward-mode derivatives .* the {backend} backend"):
-            torch.autograd.grad(out, inputs, dual(ones, ones), retain_graph=not compiled)
-        if not compiled:  # compiled code cannot know that no tangent is wanted
-            found = torch.autograd.grad(out, inputs, ones, retain_graph=True)
-            assert all(map(torch.equal, found, torch.autograd.grad(out, inputs, ones)))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+        torch.autograd.grad(out, inputs, dual(ones, ones))
 
 
 def transformed(run):
@@ -337,21 +253,6 @@ def test_no_transform_takes_the_derivative_for_zero(backend, name):
     else:
         with pytest.raises(NotImplementedError, match="backend='reference' has"):
             differentiate(q)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_code_that_was_compiled_before_does_not_take_a_tangent_for_zero(backend):
-    q, k, v = (x.detach() for x in tensors(tokens=FEW))
-    mask = masks.causal(FEW, block=16)
-
-    def run(x):
-        return x + attention(x, k, v, mask, backend=backend)
-
-    torch.compiler.reset()
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(q), run(q))
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match=r"forward-mode derivatives \(jvp"):
-        compiled(dual(q, torch.ones_like(q)))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -497,16 +398,6 @@ def test_what_hooks_bring_back_may_have_other_strides(dtype, backend):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous().clone(), lambda x: x):
             got = torch.autograd.grad(attention(q, k, v, mask, backend=backend).sum(), (q, k, v))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_seed_that_is_written_to_before_the_backward_is_noticed(backend):
-    q, k, v = tensors(tokens=FEW)
-    seed = torch.tensor([1])
-    out = attention(q, k, v, dropout_p=0.5, seed=seed, backend=backend)
-    seed += 1
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 def test_the_negative_of_a_tensor_that_is_only_marked_so():

@@ -14,7 +14,8 @@ from sparseflash.backends.triton import api
 
 N = 12
 OPERATORS = {"blockwise": blockwise.attention, "triton": api.attention}
-KINDS = ("alibi", "t5", "softcap", "function")
+KINDS = ("plain", "alibi", "t5", "softcap", "function")
+SCORED = KINDS[1:]
 
 pytestmark = [
     pytest.mark.usefixtures("small_blocks_of_dense_attention"),
@@ -30,12 +31,13 @@ class Problem:
         shape = (2, 8) if kind == "t5" else (2,)
         self.learned = torch.nn.Parameter(torch.rand(shape, generator=generator))
         self.changes = {
+            "plain": lambda: None,
             "alibi": lambda: scores.alibi(self.learned),
             "t5": lambda: scores.relative(self.learned, scores.t5_buckets(8, 20)),
             "softcap": lambda: scores.softcap(1.5),
             "function": lambda: scores.function(lambda s, b, h, q, k, gain: s * gain[h], self.learned),
         }[kind]()
-        self.wanted = [*self.inputs, *([] if kind == "softcap" else [self.learned])]
+        self.wanted = [*self.inputs, *([] if kind in ("plain", "softcap") else [self.learned])]
 
     def run(self, *inputs, **others):
         others = {"dropout_p": 0.3, "seed": 7} | others
@@ -69,9 +71,10 @@ def forbidden(*arguments):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_call_gives_the_same_bits_past_the_operator(kind, backend):
     problem, operator = Problem(kind, backend), OPERATORS[backend]
+    before = "" if kind == "plain" else "_scored"
     with (
-        mock.patch.object(operator, "_scored_forward_op", forbidden),
-        mock.patch.object(operator, "_scored_backward_op", forbidden),
+        mock.patch.object(operator, f"{before}_forward_op", forbidden),
+        mock.patch.object(operator, f"{before}_backward_op", forbidden),
         mock.patch.object(scored_function, "attention", forbidden),
     ):
         plain = problem.run()
@@ -81,17 +84,19 @@ def test_a_plain_call_gives_the_same_bits_past_the_operator(kind, backend):
     with Seen() as seen:
         watched = problem.run()
         assert same(watched, plain) and same(problem.gradients(watched), found)
-    names = {f"sparseflash.{backend}_scored.default", f"sparseflash.{backend}_scored_backward.default"}
+    names = {f"sparseflash.{backend}{before}.default", f"sparseflash.{backend}{before}_backward.default"}
     assert (names <= seen.names) == (kind != "function")
 
 
-def test_who_enters_after_the_forward_sees_the_backward(backend):
-    problem = Problem("alibi", backend)
+@pytest.mark.parametrize("kind", ["plain", "alibi"])
+def test_who_enters_after_the_forward_sees_the_backward(kind, backend):
+    problem = Problem(kind, backend)
     found = problem.gradients(problem.run())
     results = problem.run()
     with Seen() as seen:
         assert same(problem.gradients(results), found)
-    assert f"sparseflash.{backend}_scored_backward.default" in seen.names
+    before = "" if kind == "plain" else "_scored"
+    assert f"sparseflash.{backend}{before}_backward.default" in seen.names
 
 
 def test_parameters_are_plain_and_other_subclasses_are_not(backend):
@@ -197,8 +202,9 @@ def test_only_gradients_that_are_wanted_are_computed(backend):
     assert all(x.grad is None for x in problem.inputs)
 
 
-def test_a_seed_that_is_written_to_before_the_backward_is_noticed(backend):
-    problem, seed = Problem("alibi", backend), torch.tensor([1])
+@pytest.mark.parametrize("kind", ["plain", "alibi"])
+def test_a_seed_that_is_written_to_before_the_backward_is_noticed(kind, backend):
+    problem, seed = Problem(kind, backend), torch.tensor([1])
     results = problem.run(seed=seed)
     seed += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -260,7 +266,7 @@ def test_a_tangent_of_an_incoming_gradient_is_refused_and_not_taken_for_zero(kin
     assert same(found, torch.autograd.grad(out, problem.wanted, torch.ones_like(out)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCORED)
 def test_several_gradients_at_once_are_refused_in_our_words(kind, backend):
     problem = Problem(kind, backend)
     out, lse = problem.run()
@@ -269,7 +275,7 @@ def test_several_gradients_at_once_are_refused_in_our_words(kind, backend):
             torch.autograd.grad(x, problem.wanted, torch.ones(2, *x.shape), is_grads_batched=True, retain_graph=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCORED)
 def test_vmap_is_refused_in_our_words(kind, backend):
     problem = Problem(kind, backend)
     q, *others = (x.detach() for x in problem.inputs)
@@ -308,7 +314,7 @@ class Layer(torch.nn.Module):
         return self.problem.run(*inputs)[0]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "function"])
+@pytest.mark.parametrize("kind", KINDS[:-1])
 def test_an_exported_program_holds_the_attention(kind, backend):
     layer = Layer(Problem(kind, backend))
     q, k, v = (x.detach() for x in layer.problem.inputs)

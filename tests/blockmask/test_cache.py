@@ -152,6 +152,12 @@ def test_the_bits_are_stored_once():
             assert mask.words.numel() == 16 and not mask.words.any()
 
 
+def test_what_is_kept_is_made_outside_inference_mode():
+    with torch.inference_mode():
+        made = once({}, "key", lambda: [torch.zeros(1)])
+    assert not made[0].is_inference()
+
+
 def test_what_is_kept_is_made_once():
     kept, made = {}, []
     for _ in range(2):

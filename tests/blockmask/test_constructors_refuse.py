@@ -321,3 +321,33 @@ def test_one_tile_is_not_called_tiles():
     assert repr(BlockMask.dense(64, block=64)) == (
         "BlockMask(64 x 64, blocks of 64, 1 tile: 1 full + 0 partial, density 100 %)"
     )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rule: BlockMask.from_function(rule, 1, 2, 64, 64),
+        lambda rule: BlockMask.from_function(rule, None, None, 64, 64, "cpu"),
+        lambda rule: BlockMask.from_function(rule, B=1, H=2, Q_LEN=64, KV_LEN=64),
+        lambda rule: BlockMask.from_function(mask_mod=rule, q_len=64),
+    ],
+)
+def test_the_arguments_of_flex_attentions_create_block_mask_are_translated(call):
+    remedy = "is from_function(mask_mod, Q_LEN, KV_LEN, batch=B, heads=H), with 1 in place of None"
+    with pytest.raises(TypeError, match=f"^from_function must be given live, q_len and k_len .*{re.escape(remedy)}"):
+        call(lambda b, h, q, k: k <= q)
+
+
+@pytest.mark.parametrize("name", ["block_size", "BLOCK_SIZE"])
+def test_the_size_of_a_tile_is_called_block(name):
+    square = torch.ones(64, 64, dtype=torch.bool)
+    for build, given in (
+        (BlockMask.from_function, (lambda q, k: k <= q, 64)),
+        (BlockMask.from_dense, (square,)),
+        (BlockMask.from_layout, (square,)),
+        (BlockMask.from_tiles, ([0], [0], 64)),
+        (BlockMask.from_block_index, (torch.zeros(4, 1, dtype=torch.int64),)),
+        (BlockMask.dense, (64,)),
+    ):
+        with pytest.raises(TypeError, match=rf"^{build.__name__} must .*; got {name}=\. The size of a tile is called"):
+            build(*given, **{name: 16})

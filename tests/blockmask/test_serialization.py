@@ -175,17 +175,6 @@ def test_no_file_a_folder_a_pipe_and_a_device_are_operating_system_errors(tmp_pa
             BlockMask.load(path)
 
 
-def test_every_cut_is_refused(tmp_path):
-    path = tmp_path / "mask"
-    example().save(path)
-    whole = path.read_bytes()
-    cuts = sorted({*range(0, 64), *range(64, len(whole), 29), *range(len(whole) - 64, len(whole))})
-    assert len(cuts) >= 200
-    for cut in cuts:
-        path.write_bytes(whole[:cut])
-        refused(path)
-
-
 def test_a_flipped_byte_is_refused_or_changes_nothing(tmp_path):
     """Only bytes of zip headers that hold dates and attributes may change."""
     path = tmp_path / "mask"
@@ -219,7 +208,7 @@ def test_damage_of_any_kind_is_refused_or_changes_nothing(tmp_path_factory, data
     whole = path.read_bytes()
     for _ in range(8):
         start = data.draw(st.integers(0, len(whole) - 1))
-        stop = data.draw(st.integers(start, min(start + 200, len(whole))))
+        stop = data.draw(st.integers(start, min(start + 200, len(whole))) | st.just(len(whole)))
         path.write_bytes(whole[:start] + data.draw(st.binary(max_size=40)) + whole[stop:])
         try:
             back = BlockMask.load(path)
@@ -227,18 +216,6 @@ def test_damage_of_any_kind_is_refused_or_changes_nothing(tmp_path_factory, data
             assert str(path) in str(error)
         else:
             assert back == mask
-
-
-def test_every_pair_of_exchanged_members_is_refused_or_changes_nothing(tmp_path):
-    path = tmp_path / "mask"
-    mask = BlockMask.from_dense(torch.eye(64, dtype=torch.bool), block=16)
-    mask.save(path)
-    members = contents(path)
-    for a in members:
-        for b in members:
-            if a < b and members[a] != members[b]:
-                write(path, members | {a: members[b], b: members[a]})
-                refused(path)
 
 
 def test_exchanged_arrays_that_make_a_valid_mask_are_refused(tmp_path):

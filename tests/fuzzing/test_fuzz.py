@@ -20,7 +20,6 @@
 
 import copy
 import dataclasses
-import json
 import multiprocessing
 import pickle
 import sys
@@ -37,7 +36,7 @@ from tests.fuzzing import of_attention, values
 
 @pytest.mark.parametrize("family", sorted(fuzz.FAMILIES))
 def test_wild_calls_end_in_a_result_or_a_clear_error(family):
-    assert fuzz.run(family, 4 * settings().max_examples).total() > 0
+    fuzz.run(family, 4 * settings().max_examples)()
 
 
 def test_errors_of_others_are_not_taken_for_ours():
@@ -69,22 +68,14 @@ def test_gradients_that_are_not_finite_are_failures(dtype, scale):
         of_attention.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
-    record = tmp_path / "calls.json"
-    monkeypatch.setattr(fuzz, "CALLS", 3)
-    for calls in (6, 12):
-        monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "builders", f"--calls={calls}", f"--record={record}"])
-        assert fuzz.main() == 0
-    done = json.loads(record.read_text())
-    assert done["seed"] == 4 and sum(done["ends"]["builders"].values()) == 12 and not done["failures"]
-    assert "builders:     12 calls" in capsys.readouterr().out
-
-
-def test_a_run_tells_failures_and_the_seeds_that_draw_them(monkeypatch, capsys):
+def test_a_run_on_the_command_line_shows_the_call_that_failed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "attention", "--calls=30", "--seed=5"])
+    fuzz.main()
+    assert capsys.readouterr().out == "attention: 30 calls\n"
     monkeypatch.setattr(masks, "causal", None)
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "attention", "--calls=100", "--seed=5"])
-    assert fuzz.main() == 1
-    assert "attention, seed 5: TypeError: 'NoneType' object is not callable" in capsys.readouterr().out
+    with pytest.raises(TypeError, match="'NoneType' object is not callable") as failure:
+        fuzz.main()
+    assert "mask='causal'" in "".join(failure.value.__notes__)
 
 
 def test_a_run_stops_at_the_call_by_which_a_gpu_failed(monkeypatch, capsys):
@@ -98,10 +89,8 @@ def test_a_run_stops_at_the_call_by_which_a_gpu_failed(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     monkeypatch.setattr(fuzz.os, "_exit", leave)
     with pytest.raises(SystemExit):
-        fuzz.stop_if_device_failed("scores", 7, {"name": "sink"})
-    assert (
-        capsys.readouterr().out == "scores, seed 7: illegal memory access\nin or after the call of {'name': 'sink'}\n"
-    )
+        fuzz.stop_if_device_failed("scores", {"name": "sink"})
+    assert capsys.readouterr().out == "scores: illegal memory access\nin or after the call of {'name': 'sink'}\n"
 
 
 def problem(length=50, seed=0):

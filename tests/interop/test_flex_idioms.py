@@ -9,7 +9,6 @@ from torch.nn.attention import flex_attention as theirs
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 
 from sparseflash import attention, masks, scores
-from sparseflash.captured import Captured
 from sparseflash.interop import flex_attention as module
 from sparseflash.interop import from_flex
 from sparseflash.interop.flex_attention import and_masks, create_block_mask, flex_attention, or_masks
@@ -380,25 +379,3 @@ def test_other_names_are_those_of_pytorch():
     assert module.noop_mask is theirs.noop_mask and module.AuxRequest is theirs.AuxRequest
     with pytest.raises(AttributeError, match="has no attribute 'flex'"):
         module.flex  # noqa: B018
-
-
-def test_what_a_function_captures():
-    table, box, number = torch.zeros(3), {"a": [1, 2]}, 4
-
-    def inner(x):
-        return x + number
-
-    def rule(x, y=box):
-        return [inner(x) + table[each] for each in y["a"]]
-
-    def now():
-        return Captured(rule, partial(rule, 3), Decoder(causal, 3).live)
-
-    before = Captured(rule)
-    assert before.is_still(Captured(rule)) and [x is table for x in before.tensors] == [True]
-    for change in (lambda: table.add_(1), lambda: box["a"].append(3)):
-        before = Captured(rule)
-        change()
-        assert not before.is_still(Captured(rule))
-    before, number = Captured(rule), 5
-    assert not before.is_still(Captured(rule)) and now().tensors

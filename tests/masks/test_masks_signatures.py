@@ -29,8 +29,8 @@ def test_more_by_position_is_an_error_that_names_the_keywords(name):
     with pytest.raises(TypeError, match=f"got {len(positional) + 1} by position") as error:
         build(*[64] * (len(positional) + 1))
     assert all(f"{each}=" in str(error.value) for each in named)
-    with pytest.raises(TypeError, match=r"by name \(.*; got block_size=\.$|by position; got block_size=\.$") as error:
-        build(*[64] * len(positional), block_size=64)
+    with pytest.raises(TypeError, match=r"by (name \(.*|position); got nonsense=\.$") as error:
+        build(*[64] * len(positional), nonsense=64)
     assert all(f"{each}=" in str(error.value) for each in named)
 
 
@@ -55,6 +55,8 @@ def test_a_second_length_is_the_number_of_keys_in_every_family():
         ("top_k_blocks(None, 8, q_len=4096)", "given scores by position and the rest by name (k=, q_len=,"),
         ("per_head(dense(4), dense(4))", "given masks by position; got 2 by position. Pass one list of them."),
         ("documents(100, 200, 50)", "got 3 by position. Pass one list of them."),
+        ("documents(cu_seqlens=[0, 9])", "From running sums take the differences, cu_seqlens.diff()"),
+        ("causal(64, block_size=64)", "; got block_size=. The size of a tile is called block."),
         ("neighborhood((64, 64), 13)", "given shape by position and the rest by name (window=, stride=,"),
     ],
 )

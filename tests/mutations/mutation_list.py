@@ -290,7 +290,7 @@ MUTATIONS = [
     ),
     Mutation(
         "varlen: a function's masks of other options count as one pattern",
-        "sparseflash/varlen.py",
+        "sparseflash/packed_pattern.py",
         "(call.key, call.length) != (first.key, length)",
         "call.length != length",
         "tests/test_varlen.py::test_a_function_of_a_length_has_the_mask_of_each_length",

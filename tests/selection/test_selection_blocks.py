@@ -1,5 +1,6 @@
 """Kernels that gather the queries of a block: the same as under a dense mask of these blocks, with the same bits."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -157,6 +158,13 @@ def test_the_lists_of_blocks_are_in_the_order_of_queries(heads, q_len, blocks, c
                     want.append(query << bits | row.index(block))
             ends.append(len(want))
     assert found.entries[: len(want)].tolist() == want and found.ends.tolist() == ends
+
+
+def test_the_bits_of_one_pair_are_bounded():
+    chosen = block_lists.chosen_of(torch.zeros(1, 1, 1100, 1, dtype=torch.int32), 500, 1, 500, False)
+    with mock.patch.object(block_lists, "_SCRATCH", 8192), mock.patch("torch.empty", wraps=torch.empty) as made:
+        block_lists.transposed(chosen, 500)
+    assert max(4 * math.prod(call.args) for call in made.call_args_list) == 8192
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # of the interpreter

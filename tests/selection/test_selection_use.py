@@ -141,6 +141,31 @@ def test_nothing_in_gives_nothing_out(kind):
     assert layer(sequence(0, 0), cu_seqlens=[0, 0]).shape == (1, 0, WIDTH)
     out = layer(sequence(7, 0), cu_seqlens=[0, 0, 7, 7])
     torch.testing.assert_close(out, layer(sequence(7, 0)))
+    for batch, tokens in ((0, 40), (2, 0)):
+        _check_gradients_of_nothing(layer, sequence(tokens, 0, batch=batch))
+
+
+def _check_gradients_of_nothing(layer, x, *how):
+    """Ranks of DistributedDataParallel wait for gradients of all parameters."""
+    layer.zero_grad()
+    out = layer(x.requires_grad_(), *how)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad.shape == x.shape and all(not each.grad.any() for each in layer.parameters())
+
+
+def test_no_videos_give_nothing():
+    layer = video_layer()
+    _check_gradients_of_nothing(layer, sequence(128, 0, batch=0), (4, 4, 8))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "VideoSparseAttention"])
+def test_shapes_of_a_layer_are_known_on_the_meta_device(kind):
+    layer, how = (video_layer(), ((4, 4, 8),)) if kind == "VideoSparseAttention" else (example_of(kind), ())
+    x = torch.empty(2, 128, WIDTH, dtype=torch.float64, device="meta", requires_grad=True)
+    out = layer.to("meta")(x, *how)
+    out.sum().backward()
+    assert out.shape == x.shape == x.grad.shape and out.is_meta
 
 
 @pytest.mark.parametrize("kind", INDEXED)

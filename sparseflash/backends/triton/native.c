@@ -254,22 +254,28 @@ static PyObject *start(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     return start_all(kernels, kernel_count, programs, arguments[1], stream);
 }
 
+static int programs_of(PyObject *number, unsigned *programs) {
+    unsigned long given = PyLong_AsUnsignedLong(number);
+    if (given == (unsigned long)-1 && PyErr_Occurred()) return -1;
+    if (given > UINT32_MAX) {
+        PyErr_SetString(PyExc_OverflowError, "the number of programs must fit into 32 bits");
+        return -1;
+    }
+    *programs = (unsigned)given;
+    return 0;
+}
+
 static PyObject *kernel_start(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
     if (count != 3) {
         PyErr_SetString(PyExc_TypeError, "Kernel.start takes a number of programs, the arguments and a stream");
         return NULL;
     }
-    unsigned long programs = PyLong_AsUnsignedLong(arguments[0]);
-    if (programs == (unsigned long)-1 && PyErr_Occurred()) return NULL;
-    if (programs > UINT32_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "the number of programs must fit into 32 bits");
-        return NULL;
-    }
+    unsigned programs;
+    if (programs_of(arguments[0], &programs) < 0) return NULL;
     void *stream;
     if (stream_of(arguments[2], &stream) < 0) return NULL;
     Kernel *kernel = (Kernel *)self;
-    unsigned grid = (unsigned)programs;
-    return start_all(&kernel, 1, &grid, arguments[1], stream);
+    return start_all(&kernel, 1, &programs, arguments[1], stream);
 }
 
 static void kernel_free(PyObject *self) {
@@ -312,12 +318,8 @@ static PyObject *kernel_bound(PyObject *self, PyObject *const *arguments, Py_ssi
         PyErr_SetString(PyExc_TypeError, "Kernel.bound takes a number of programs and a tuple of arguments");
         return NULL;
     }
-    unsigned long programs = PyLong_AsUnsignedLong(arguments[0]);
-    if (programs == (unsigned long)-1 && PyErr_Occurred()) return NULL;
-    if (programs > UINT32_MAX) {
-        PyErr_SetString(PyExc_OverflowError, "the number of programs must fit into 32 bits");
-        return NULL;
-    }
+    unsigned programs;
+    if (programs_of(arguments[0], &programs) < 0) return NULL;
     Py_ssize_t slots = PyTuple_GET_SIZE(arguments[1]), first = 0;
     if (slots > PyTuple_GET_SIZE(kernel->names)) {
         PyErr_Format(PyExc_ValueError, "a kernel of %zd arguments was given %zd", PyTuple_GET_SIZE(kernel->names),
@@ -327,7 +329,7 @@ static PyObject *kernel_bound(PyObject *self, PyObject *const *arguments, Py_ssi
     while (first < kernel->value_count && kernel->values[first].slot < slots) first++;
     Kernel *made = copy_of(kernel, first, slots);
     if (made == NULL) return NULL;
-    made->programs = (unsigned)programs;
+    made->programs = programs;
     int status = write_values(kernel, arguments[1], (int32_t)slots, made->contents);
     if (status != 0) {
         Py_DECREF(made);

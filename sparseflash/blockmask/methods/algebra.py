@@ -101,6 +101,9 @@ def __invert__(mask: BlockMask) -> BlockMask:
     Padding becomes live, so lengths are first written into the tiles (`bake_lengths`). Positions past `q_len` and
     `k_len` do not exist and stay dead. The complement of a sparse mask is dense: time and memory are proportional
     to all `Mq * Mk` tiles. For `a & ~b` write `a - b`.
+
+    In code that `torch.compile(fullgraph=True)` compiles write `masks.dense(q_len, k_len) - a`, the same scores: up to
+    PyTorch 2.13 the compiler traces `~` of tensors and numbers alone. Without `fullgraph` it breaks the graph there.
     """
     from sparseflash.blockmask.ops.boolean import complement
 

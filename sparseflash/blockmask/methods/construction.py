@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_device, token_counts
 from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of, arrays_of_rows
+from sparseflash.blockmask.by_name import by_name
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
 from sparseflash.blockmask.methods import method
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 
+@by_name
 @partial(constant_when_compiled, calls=call_rule)
 @method
 def from_function(
@@ -97,6 +99,7 @@ def from_function(
         return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
 
 
+@by_name
 @constant_when_compiled
 @method
 def from_dense(cls: type[BlockMask], dense: Any, *, block: Block = 128) -> BlockMask:
@@ -117,6 +120,7 @@ def from_dense(cls: type[BlockMask], dense: Any, *, block: Block = 128) -> Block
         return cls._of(*tiles)
 
 
+@by_name
 @constant_when_compiled
 @on_one_thread
 @method
@@ -137,6 +141,7 @@ def from_layout(
     return cls._of(*of_layout(layout, block, q_len, k_len))
 
 
+@by_name
 @constant_when_compiled
 @on_one_thread
 @method
@@ -177,6 +182,7 @@ def from_tiles(
     return cls._of(*of_tiles(rows, cols, q_len, k_len, block, tile, live))
 
 
+@by_name
 @method
 def from_block_index(
     cls: type[BlockMask],
@@ -228,6 +234,7 @@ def from_block_index(
     return mask_of_index(index, counts, block, q_len, q_len if k_len is None else k_len, causal, group)
 
 
+@by_name
 @constant_when_compiled
 @on_one_thread
 @method

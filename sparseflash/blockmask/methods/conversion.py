@@ -50,12 +50,7 @@ def to(mask: BlockMask, device: torch.device | str, *, non_blocking: bool = Fals
         raise ValueError(f"mask must have contents to be moved to {device}; it is on the meta device, without any.")
     if not (device.type in _SHARING and mask.device.type == "cpu" and _may_be_shared(mask, device)):
         return _moved(mask, device)
-
-    def make() -> BlockMask:
-        with torch.inference_mode(False):  # otherwise a later training step could not use it
-            return _moved(mask._padded(None), device)
-
-    there = once(_shared, (device, _contents(mask)), make)
+    there = once(_shared, (device, _contents(mask)), lambda: _moved(mask._padded(None), device))
     return there if mask.lengths is None else there._padded(to_device([mask.lengths], device)[0])
 
 

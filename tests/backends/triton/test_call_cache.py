@@ -6,12 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparseflash
-from sparseflash import attention, attention_varlen, clear_caches, masks, scores
+from sparseflash import attention, attention_varlen, masks, scores
 from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache, native, prepared_call
@@ -19,7 +17,6 @@ from sparseflash.backends.triton.launch.launches import _specialised
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.prepared_call import key_of, setting_of
-from tests.drawn.masks import SEEDS
 
 TOKENS = 40
 
@@ -50,48 +47,6 @@ def run(q, k, v, mask=None, **options):
 @pytest.fixture(autouse=True)
 def forget():
     call_cache._dense_calls.clear()
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_a_repeat_skips_the_checks_and_gives_what_a_first_call_gives(masked):
-    mask = mask_of() if masked else None
-    with counted() as checks:
-        run(*tensors(0), mask)
-        got = run(*tensors(1), mask)
-        assert checks.call_count == 1
-    call_cache._dense_calls.clear()
-    expected = run(*tensors(1), mask_of() if masked else None)
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
-    assert isinstance(attention(*tensors(1), mask, backend="triton"), torch.Tensor)
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(
-    st.lists(
-        st.fixed_dictionaries(
-            {
-                "kv_heads": st.sampled_from([1, 2]),
-                "dim": st.sampled_from([16, 24]),
-                "inside": st.booleans(),
-                "scale": st.sampled_from([None, 0.1, 2.0, -0.5]),
-                "masked": st.booleans(),
-                "seed": SEEDS,
-            }
-        ),
-        min_size=2,
-        max_size=3,
-    )
-)
-def test_calls_of_any_order_do_not_disturb_one_another(calls):
-    call_cache._dense_calls.clear()
-    mask = mask_of()
-    for each in calls:
-        layout = {name: each[name] for name in ("seed", "kv_heads", "dim", "inside")}
-        for _ in range(2):
-            got = run(*tensors(**layout), mask if each["masked"] else None, scale=each["scale"])
-        with mock.patch.object(call_cache, "place_of", return_value=None):
-            expected = run(*tensors(**layout), mask if each["masked"] else None, scale=each["scale"])
-        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
 
 
 def test_calls_that_differ_in_anything_have_keys_of_their_own():
@@ -396,17 +351,6 @@ def test_lengths_are_those_of_each_call():
     assert checks.call_count == 0
 
 
-def test_a_gradient_may_come_after_the_mask_is_gone_and_the_caches_are_empty():
-    q, k, v = (x.requires_grad_() for x in tensors())
-    mask = mask_of()
-    want = gradients(q, k, v, mask, torch.ones_like(q))
-    out, _ = run(q, k, v, mask)
-    del mask
-    clear_caches()
-    got = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 def test_a_repeat_is_told_from_a_mistake():
     mask = mask_of()
     q, k, v = tensors()
@@ -419,17 +363,6 @@ def test_a_repeat_is_told_from_a_mistake():
         run(*tensors(tokens=TOKENS + 1), mask)
     with pytest.raises(TypeError, match="v must be a tensor"):
         run(q, k, [v], mask)
-
-
-def test_the_calls_of_a_mask_die_with_it_and_are_bounded():
-    mask = mask_of()
-    for offset in range(call_cache._MOST + 3):
-        calls, key = place_of(*tensors(), mask, 0.1 + offset)
-        assert key not in calls
-        calls.put(key, "call")
-    assert len(calls) == 3
-    calls, key = place_of(*tensors(), mask_of(), 0.1 + offset)
-    assert key not in calls
 
 
 def test_empty_tensors_are_not_kept():

@@ -61,15 +61,6 @@ def assert_equal(got, want):
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
 
 
-def test_a_mask_of_a_known_layout_is_attended_without_a_plan():
-    q, k, v = tensors()
-    with served() as plans:
-        got = [run(q, k, v, chosen(seed)) for seed in range(4)]
-    assert plans.call_count == 1
-    for seed, each in enumerate(got):
-        assert_equal(each, planned(q, k, v, chosen(seed)))
-
-
 @settings(max_examples=max(1, settings().max_examples // 3))
 @given(dynamic_problems(most_tokens=70, most_heads=2, head_dims=(16, 24), blocks=(16, 32), dtypes=(torch.float16,)))
 def test_it_has_the_bits_of_a_plan(problem):

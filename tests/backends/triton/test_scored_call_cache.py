@@ -20,8 +20,10 @@ def random(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def inputs(seed=0, dtype=torch.float16):
-    return [torch.randn(1, HEADS, TOKENS, 16, generator=random(seed)).to(dtype) for _ in range(3)]
+def inputs(seed=0, dtype=torch.float16, kv_heads=HEADS, dim=16, inside=False):
+    generator, order = random(seed), (0, 2, 1, 3) if inside else (0, 1, 2, 3)  # inside: tokens before heads in memory
+    shapes = ([1, heads, TOKENS, dim] for heads in (HEADS, kv_heads, kv_heads))
+    return [torch.randn([shape[n] for n in order], generator=generator).to(dtype).permute(order) for shape in shapes]
 
 
 def mask_of():
@@ -34,6 +36,7 @@ def gain_of_heads(score, b, h, q, k, gain):
 
 OWN = scores.function(gain_of_heads, torch.ones(HEADS))
 KINDS = {
+    "plain": ((HEADS,), lambda x: None),
     "alibi": ((HEADS,), scores.alibi),
     "log decay": ((HEADS,), scores.log_decay),
     "t5": ((HEADS, 8), lambda x: scores.relative(x, scores.t5_buckets(x.shape[1], 20))),
@@ -61,7 +64,7 @@ def drawn(kind, seed=0, *, dtype=torch.float32, learned=True, layout="contiguous
         x = x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "unaligned":
         x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(shape)
-    x = x.detach().requires_grad_(learned)
+    x = x.detach().requires_grad_(learned and kind != "plain")
     return change(x), x
 
 
@@ -120,6 +123,7 @@ def test_a_repeat_plans_nothing_and_gives_what_a_first_call_gives(kind, masked):
             "dtype": st.sampled_from([torch.float32, torch.float16]), "seed": SEEDS, "masked": st.booleans(),
             "length": st.sampled_from([None, None, 17, 7, 0]), "scale": st.sampled_from([None, None, 0.5, -0.5]),
             "mode": st.sampled_from(["training", "training", "inference", "no_grad"]), "lse": st.booleans(),
+            "kv_heads": st.sampled_from([1, 2]), "dim": st.sampled_from([16, 24]), "inside": st.booleans(),
         }),
         min_size=2,
         max_size=3,
@@ -134,7 +138,8 @@ def test_calls_of_any_order_do_not_disturb_one_another(calls):
         def result(each=each, own=own):
             call = drawn(each["kind"], each["seed"], **{name: each[name] for name in ("dtype", "learned", "layout")})
             options = {"lse": each["lse"], "mode": each["mode"], "scale": each["scale"]}
-            return results(*call, own if each["masked"] else None, inputs(each["seed"]), **options)
+            given = inputs(**{name: each[name] for name in ("seed", "kv_heads", "dim", "inside")})
+            return results(*call, own if each["masked"] else None, given, **options)
 
         found = result()
         if number not in wanted:
@@ -295,15 +300,17 @@ def test_the_cache_is_bounded_dies_with_the_mask_and_is_emptied():
     assert alive() is None
 
 
-def test_a_gradient_may_come_after_the_mask_is_gone_and_the_caches_are_empty():
+@pytest.mark.parametrize("kind", ["plain", "t5"])
+def test_a_gradient_may_come_after_the_mask_is_gone_and_the_caches_are_empty(kind):
     mask, tensors = mask_of(), [x.requires_grad_() for x in inputs()]
-    change, table = drawn("t5")
-    results(change, table, mask, tensors)
+    change, x = drawn(kind)
+    results(change, x, mask, tensors)
     out, again = (attention(*tensors, mask, scores=change, backend="triton") for _ in range(2))
-    wanted = torch.autograd.grad(again.float().sin().sum(), (*tensors, table))
+    wanted = [*tensors, *([x] if x.requires_grad else [])]
+    expected = torch.autograd.grad(again.float().sin().sum(), wanted)
     del mask, again
     clear_caches()
-    assert same(torch.autograd.grad(out.float().sin().sum(), (*tensors, table)), wanted)
+    assert same(torch.autograd.grad(out.float().sin().sum(), wanted), expected)
 
 
 class Watching(TorchDispatchMode):

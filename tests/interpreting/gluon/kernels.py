@@ -23,13 +23,12 @@ _numbers = itertools.count()
 class Interpreted:
     """A kernel of a module, which replaces it where the launcher finds it.
 
-    `seed`: of the interleaving. `change`: edits the source, to check that a fault is noticed. `others`: the same for
-    modules that the kernel imports and for those of score modifications, by path.
+    `seed`: of the interleaving. `edits`: of the sources of the module, of those that it imports, and of those of score
+    modifications, by path, to check that a fault is noticed.
     """
 
-    def __init__(self, module, name, seed=0, change=lambda source: source, others=None):
-        self.source, self.path, self.others = change(inspect.getsource(module)), module.__file__, others or {}
-        self.name, self.seed = name, seed
+    def __init__(self, module, name, seed=0, edits=None):
+        self.module, self.name, self.seed, self.edits = module, name, seed, edits or {}
         self.__name__ = f"{name} interpreted as number {next(_numbers)}"  # launches are shared by this name
         self.arg_names = list(inspect.signature(getattr(module, name).fn).parameters)
 
@@ -39,9 +38,9 @@ class Interpreted:
     def __getitem__(self, grid):
         def launch(*arguments, **options):
             world = World(random.Random(self.seed), threads=32 * options["num_warps"])
-            kernel = _functions(self.source, self.path, world, self.others)[self.name]
+            kernel = _functions_of(self.module, world, self.edits)[self.name]
             given = zip(self.arg_names, arguments, strict=True)
-            named = {name: _as_argument(x, world, self.others) for name, x in given}
+            named = {name: _as_argument(x, world, self.edits) for name, x in given}
             for program in range(grid[0]):
                 world.add(lambda: kernel(**named), program, grid[0])
             world.run()
@@ -49,36 +48,32 @@ class Interpreted:
         return launch
 
 
-def _as_argument(x, world, others):
+def _as_argument(x, world, edits):
     if isinstance(x, torch.Tensor):
         return Pointer(x)
     if isinstance(x, tuple):
-        return tuple(_as_argument(each, world, others) for each in x)
+        return tuple(_as_argument(each, world, edits) for each in x)
     if isinstance(x, Changes):
         x = copy.copy(x)
-        x.kinds = tuple(_interpreted_functions(each, world, others) for each in x.kinds)
+        x.kinds = tuple(_interpreted_functions(each, world, edits) for each in x.kinds)
         return x
     return Descriptor(x) if hasattr(x, "block_shape") else x
 
 
-def _interpreted_functions(kind, world, others):
+def _interpreted_functions(kind, world, edits):
     kind = copy.copy(kind)
     for name, function in vars(kind).items():
         if isinstance(function, GluonJITFunction):
             module = importlib.import_module(function.__module__)
-            found = _functions_of(module, world, others)
+            found = _functions_of(module, world, edits)
             setattr(kind, name, found[function.__name__])
     return kind
 
 
-def _functions_of(module, world, others):
-    change = others.get(module.__file__, lambda source: source)
-    return _functions(change(inspect.getsource(module)), module.__file__, world, others)
-
-
-def _functions(source, path, world, others):
-    imports, code = _compiled(source, path)
-    names = {**_names_of_ours(imports, world, others), **names_of_gluon(world)}
+def _functions_of(module, world, edits):
+    edit = edits.get(module.__file__, lambda source: source)
+    imports, code = _compiled(edit(inspect.getsource(module)), module.__file__)
+    names = {**_names_of_ours(imports, world, edits), **names_of_gluon(world)}
     exec(code, names)
     return names
 
@@ -99,14 +94,14 @@ def _is_of_host(node):
     return isinstance(node, (ast.ClassDef, ast.If))
 
 
-def _names_of_ours(imports, world, others):
+def _names_of_ours(imports, world, edits):
     found = {}
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
             module = importlib.import_module(node.module)
             given = {each.asname or each.name: getattr(module, each.name) for each in node.names}
             if any(isinstance(x, GluonJITFunction) for x in given.values()):
-                replaced = _functions_of(module, world, others)
+                replaced = _functions_of(module, world, edits)
                 given |= {each.asname or each.name: replaced[each.name] for each in node.names if each.name in replaced}
             found |= given
     return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}

@@ -20,7 +20,6 @@ from sparseflash.backends.triton.hopper.backward_sender import hand_over
 from sparseflash.backends.triton.hopper.backward_steps import (
     in_registers,
     in_thread_order,
-    layout_of_bits,
     layout_of_products,
     place_of_sums,
     plus_products,
@@ -52,7 +51,6 @@ def consumer(
     S: gl.constexpr = layout_of_products(ROWS, 1)
     # Each warpgroup computes half the rows of dq or, of 64 rows, half the columns.
     Q: gl.constexpr = layout_of_products(D, 128 // (JOINED * ROWS))
-    BITS: gl.constexpr = layout_of_bits(ROWS)
     no_dq = gl.zeros([JOINED * ROWS, D], gl.float32, layout=Q)
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
     no_sums = started(CHANGES, no_scores)
@@ -119,7 +117,7 @@ def consumer(
                 mask = words_ptr, tile, i % STEPS * ROWS, k_left
                 p, s, of_tiles = weights_of(
                     CHANGES, changes, changes_s, s, rows, of_tiles, of_step, is_partial, mask, qk_scale, ROWS,
-                    HAS_LENGTHS, BITS,
+                    HAS_LENGTHS,
                 )  # fmt: skip
                 weights = p.to(dtype)
                 p = times_derivatives(CHANGES, changes, p, s, of_tiles)

@@ -10,11 +10,10 @@ from sparseflash.backends.triton.changes.hopper_backward_steps import (
     exponentials,
 )
 from sparseflash.backends.triton.hopper.backward_items import KEYS
-from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.gluon_api import accumulator
 from sparseflash.backends.triton.hopper.rows import WIDTH
+from sparseflash.backends.triton.hopper.tiles import masked_keys
 
-WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 # A dead score, where the derivatives of score modifications are computed from the scores: its square is finite. Its
 # weight is 0 where lse is above -1e7, for every cap (`softcap.CAPS`); `attention` promises no gradients from a million
 # on.
@@ -67,28 +66,6 @@ def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def masked(
-    x, words_ptr, tile, first_row, k_left, dead,
-    ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
-    """x [KEYS, ROWS] where the tile's bits are set, else `dead`; tile 0 is full. If HAS_LENGTHS, only the first
-    `k_left` keys are live. first_row: the query of the tile at which x begins.
-    """
-    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
-    word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
-    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (KEYS * WORDS)
-    at = key[:, None] * WORDS + word[None, :]
-    words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
-    if HAS_LENGTHS:
-        words = gl.where((key < k_left)[:, None], words, 0)
-    shift = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS)))
-    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
-    bits = gl.convert_layout(bits.reshape([KEYS, ROWS]), x.type.layout, assert_trivial=True)
-    return gl.where(bits != 0, x, dead)
-
-
-@gluon.jit
 def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
     """Where the gradient sums of an item are stored: in the order of keys, with `tiles` items a head; or in the order
     of the list if some items are parts.
@@ -99,11 +76,11 @@ def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
 @gluon.jit
 def weights_of(
     CHANGES: gl.constexpr, changes, changes_s, s, rows, of_tiles, step, is_partial, mask, qk_scale,
-    ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr,
+    ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """`(weights in fp32, modified scores, of_tiles)` from products of keys and queries.
 
-    mask: the arguments of `masked` for the tile's bits.
+    mask: the arguments of `masked_keys` for the tile's bits.
     """
     LAYOUT: gl.constexpr = s.type.layout
     s = changed_scores(CHANGES, changes, changes_s, s, of_tiles, step)
@@ -116,7 +93,7 @@ def weights_of(
     if is_partial:
         s, of_tiles = changed_in_masked_tiles(CHANGES, changes, s, of_tiles)
         words_ptr, tile, first_row, k_left = mask
-        s = masked(s, words_ptr, tile, first_row, k_left, dead, ROWS, HAS_LENGTHS, BITS)
+        s = masked_keys(s, words_ptr, tile, 0, first_row, k_left, dead, KEYS, HAS_LENGTHS, False)
     changed = s
     if CHANGES.HAVE_DERIVATIVES:
         changed += rows.slice(0, 1, dim=0).load(LAYOUT).broadcast_to(KEYS, ROWS)
@@ -153,16 +130,4 @@ def layout_of_products(columns, parts):
     """The layout of products with this many columns by eight warps. parts: warpgroups that share the columns."""
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8 // parts, parts], instr_shape=[16, columns // parts, 16]
-    )
-
-
-@gluon.constexpr_function
-def layout_of_bits(ROWS):
-    """The layout of scores, seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores."""
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0], [64, 0, 0]],
-        [],
-        [KEYS, ROWS // 32, 32],
     )

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.changes.hopper_steps import load_last, load_with_keys, recorded
-from sparseflash.backends.triton.hopper.gluon_api import async_load
 from sparseflash.backends.triton.hopper.record import (
     BATCH,
     BATCH_HEAD,
@@ -24,7 +23,7 @@ from sparseflash.backends.triton.hopper.record import (
     START,
     TILE,
 )
-from sparseflash.backends.triton.hopper.tiles import ROWS, block_at, bytes_of
+from sparseflash.backends.triton.hopper.tiles import ROWS, block_at, bytes_of, load_tile
 from sparseflash.backends.triton.persistent.plan import (
     ITEM,
     ITEM_BLOCK,
@@ -89,8 +88,6 @@ def loader(
     """Finds items, writes their records, and loads queries, the keys of a step and the values of the step before."""
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
     SPLIT: gl.constexpr = SHAPE.SPLIT
-    D: gl.constexpr = SHAPE.D
-    DV: gl.constexpr = SHAPE.DV
     GROUPS: gl.constexpr = SHAPE.GROUPS
     STAGES: gl.constexpr = SHAPE.STAGES
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
@@ -167,11 +164,8 @@ def loader(
             mbarrier.arrive(bar, count=1)
             if is_item:
                 mbarrier.expect(bar, Q_BYTES)
-                async_load(q_desc, [batch, head, first_q + c * ROWS, 0], bar, q_s.index(slot * GROUPS + c))
-                if q_rest_desc is not None:
-                    async_load(
-                        q_rest_desc, [batch, head, first_q + c * ROWS, D], bar, q_rest_s.index(slot * GROUPS + c)
-                    )
+                at = slot * GROUPS + c
+                load_tile(q_desc, q_rest_desc, q_s, q_rest_s, at, bar, batch, head, first_q + c * ROWS)
             else:
                 mbarrier.arrive(bar, count=1)
         turn += 1
@@ -188,18 +182,14 @@ def loader(
             if is_item:
                 mbarrier.expect(k_full.index(stage), K_BYTES + CHANGES.BYTES_OF_KEY * BLOCK_N)
                 load_with_keys(CHANGES, changes, changes_s, stage, k_full.index(stage), batch, head, first_k)
-                async_load(k_desc, [batch, kv_head, first_k, 0], k_full.index(stage), k_s.index(stage))
-                if k_rest_desc is not None:
-                    async_load(k_rest_desc, [batch, kv_head, first_k, D], k_full.index(stage), k_rest_s.index(stage))
+                load_tile(k_desc, k_rest_desc, k_s, k_rest_s, stage, k_full.index(stage), batch, kv_head, first_k)
             else:
                 mbarrier.arrive(k_full.index(stage), count=1)
             if step == 0:
                 mbarrier.arrive(v_full.index(stage), count=1)
             elif is_item | (i == 0):
                 mbarrier.expect(v_full.index(stage), V_BYTES)
-                async_load(v_desc, [v_batch, v_head, v_first, 0], v_full.index(stage), v_s.index(stage))
-                if v_rest_desc is not None:
-                    async_load(v_rest_desc, [v_batch, v_head, v_first, DV], v_full.index(stage), v_rest_s.index(stage))
+                load_tile(v_desc, v_rest_desc, v_s, v_rest_s, stage, v_full.index(stage), v_batch, v_head, v_first)
             load_last(CHANGES, changes, changes_s, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)
             v_batch, v_head, v_first = batch, kv_head, first_k
             step += 1

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseflash.backends.triton.architecture import multiprocessors
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
 from sparseflash.backends.triton.hopper.choices import backward_form
 from sparseflash.backends.triton.hopper.configs import SMALL, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
-from sparseflash.backends.triton.persistent.plan import programs_of
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 
@@ -27,7 +27,7 @@ def forward(
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
     dims = q.shape[-1], v.shape[-1]
-    programs, config = programs_of(setting.plan.device), config_for(dims[0], tile_for(setting.block, dims), dims[1])
+    programs, config = multiprocessors(setting.plan.device), config_for(dims[0], tile_for(setting.block, dims), dims[1])
     work = planned_forward(setting.plan, config.tile, programs * config.streams)
     size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))
@@ -46,7 +46,7 @@ def backward(
     """
     dims = q.shape[-1], v.shape[-1]
     tile, in_two = backward_form(setting.plan, setting.block, dims, () if changes is None else changes.kinds)
-    programs = programs_of(setting.plan.device) * (2 if tile == SMALL else 1)
+    programs = multiprocessors(setting.plan.device) * (2 if tile == SMALL else 1)
     plan = planned_backward(setting.plan, programs, tile)
     size = tile, None if in_two else plan.chains, plan.parts > 0
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))

@@ -189,14 +189,6 @@ def yields(request: Request) -> str | None:
         )
     if request.logarithmic and not backward:
         return "the portable forward is faster with log_decay"
-    # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,
-    # on another H200 (causal, 8,192 tokens).
-    has_bias = request.pairs is not None or "key_bias" in request.changes
-    if is_64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
-        return (
-            f"the portable forward is faster at D = 64 where a query sees more than {LIMITS.most_keys:,} keys on "
-            f"average; got {request.keys:,.0f}"
-        )
     return None
 
 

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.hopper import configs
+from sparseflash.backends.triton.hopper.gluon_api import async_load
 
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 
@@ -22,6 +23,15 @@ def block_at(index_ptr, place, SPLIT: gl.constexpr):
 def bytes_of(desc, rest_desc):
     """The bytes of a box, and of the box of the rest of its channels if it has one."""
     return desc.block_type.nbytes + (0 if rest_desc is None else rest_desc.block_type.nbytes)
+
+
+@gluon.jit
+def load_tile(desc, rest_desc, x_s, rest_s, stage, bar, batch, head, token):
+    """Starts the load of a box, and of the rest of its channels, into tile `stage`. `bar` expects `bytes_of` them."""
+    async_load(desc, [batch, head, token, 0], bar, x_s.index(stage))
+    if rest_desc is not None:
+        FIRST: gl.constexpr = x_s.shape[2]
+        async_load(rest_desc, [batch, head, token, FIRST], bar, rest_s.index(stage))
 
 
 @gluon.jit
@@ -69,6 +79,18 @@ def layout_of_bits(BLOCK_N):
     )
 
 
+@gluon.constexpr_function
+def layout_of_key_bits(KEYS, QUERIES):
+    """The same of [KEYS, QUERIES] scores of a backward, with registers in the order in which it reads them."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if QUERIES == 128 else []),
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]] + ([[64, 0, 0]] if KEYS == 128 else []),
+        [],
+        [KEYS, QUERIES // 32, 32],
+    )
+
+
 @gluon.jit
 def live_words(
     words_ptr, tile, first_row, place, k_left,
@@ -103,3 +125,31 @@ def masked(s, words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
     bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
     bits = gl.convert_layout(bits.reshape([ROWS, BLOCK_N]), s.type.layout, assert_trivial=True)
     return gl.where(bits != 0, s, float("-inf"))
+
+
+@gluon.jit
+def masked_keys(
+    x, words_ptr, tile, first_key, first_q, k_left, dead, TILE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    IS_OPAQUE: gl.constexpr,
+):  # fmt: skip
+    """x [keys, queries] where the bits of a tile of TILE x TILE are set, from this key and query on, else `dead`. Tile
+    0 is full. If HAS_LENGTHS, only the first `k_left` keys are live.
+    """
+    KEYS: gl.constexpr = x.shape[0]
+    QUERIES: gl.constexpr = x.shape[1]
+    WORDS: gl.constexpr = TILE // 32  # of a key
+    BITS: gl.constexpr = layout_of_key_bits(KEYS, QUERIES)
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
+    word = first_q // 32 + gl.arange(0, QUERIES // 32, layout=gl.SliceLayout(0, OF_WORDS))
+    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (TILE * WORDS)
+    at = (first_key + key)[:, None] * WORDS + word[None, :]
+    words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
+    if HAS_LENGTHS:
+        words = gl.where((key < k_left)[:, None], words, 0)
+    shift = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS)))
+    if IS_OPAQUE:  # keeps the compiler from preparing the tests of bits before the loop, in eight registers
+        shift = opaque(shift)
+    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
+    bits = gl.convert_layout(bits.reshape([KEYS, QUERIES]), x.type.layout, assert_trivial=True)
+    return gl.where(bits != 0, x, dead)

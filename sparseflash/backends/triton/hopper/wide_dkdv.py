@@ -26,70 +26,47 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.hopper.backward_items import header, items_of_program, part_of
-from sparseflash.backends.triton.hopper.gluon_api import async_load, local_mma_wait
-from sparseflash.backends.triton.hopper.record import send
+from sparseflash.backends.triton.hopper.gluon_api import local_mma_wait
 from sparseflash.backends.triton.hopper.scores import read_later
-from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, tiles_of
-from sparseflash.backends.triton.hopper.wide_dq import store_rows, unknown
+from sparseflash.backends.triton.hopper.tiles import (
+    ROWS,
+    bytes_of,
+    load_tile,
+    masked_keys,
+    tiles_of,
+)
 from sparseflash.backends.triton.hopper.wide_steps import (
-    masked,
+    OF_GROUP,
+    load_dout,
+    load_queries,
     of_queries,
-    plus_product,
     plus_weighted,
     product,
     store_part,
+    store_rows,
+    unknown,
     unpacked,
+    zeros_of,
 )
-from sparseflash.backends.triton.persistent.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
-
-OF_GROUP = gl.constexpr(128)  # threads of a warpgroup; each arrives by itself when it has read a stage
-
-
-@gluon.constexpr_function
-def layout_of_bits(ROWS):
-    """The layout of products of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its
-    scores.
-    """
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [ROWS, ROWS // 32, 32],
-    )
 
 
 @gluon.jit
-def loader(
-    loads, GROUPS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
-):  # fmt: skip
+def loader(loads, GROUPS: gl.constexpr):
     """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
     descriptors, tiles_s, rests_s, bars, lists, sizes = loads
-    q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc = descriptors
-    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
-    q_rest_s, dout_rest_s, k_rest_s, v_rest_s = rests_s
-    q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
-    start_ptr, work_ptr, entry_ptr = lists
-    heads, kv_heads, row_tiles = sizes
+    _, _, k_desc, v_desc, _, _, _, k_rest_desc, v_rest_desc = descriptors
+    _, _, k_s, v_s, _, _ = tiles_s
+    _, _, k_rest_s, v_rest_s = rests_s
+    _, _, _, _, kv_full, kv_empty = bars
+    start_ptr, work_ptr, _ = lists
+    _, kv_heads, _ = sizes
     step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         number, first_k, first, count = header(work_ptr, item)
         batch, kv_head = number // kv_heads, number % kv_heads
         for i in range(count * GROUPS):
-            at = entry_ptr + (first + i // GROUPS) * ENTRY
-            row, tile = gl.load(at + ENTRY_ROW), gl.load(at + ENTRY_TILE)
-            piece = i % GROUPS
-            head = row // row_tiles % heads
-            first_q = (row % row_tiles * GROUPS + piece) * ROWS
-            stage = step % Q_STAGES
-            mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
-            send(number_s, stage, 0, tile, OF=1)
-            mbarrier.expect(q_full.index(stage), bytes_of(q_desc, q_rest_desc) + rows_desc.block_type.nbytes)
-            async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
-            if q_rest_desc is not None:
-                async_load(q_rest_desc, [batch, head, first_q, D], q_full.index(stage), q_rest_s.index(stage))
-            async_load(rows_desc, [(row * GROUPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
+            head, first_q = load_queries(loads, batch, first + i // GROUPS, i % GROUPS, step, GROUPS)
             if i == 0:
                 for c in gl.static_range(GROUPS):
                     bar = kv_full.index(c)
@@ -97,27 +74,17 @@ def loader(
                     # The last products of the previous item with its keys and values.
                     mbarrier.wait(kv_empty.index(c), (turn & 1) ^ 1)
                     mbarrier.expect(bar, bytes_of(k_desc, k_rest_desc) + bytes_of(v_desc, v_rest_desc))
-                    async_load(v_desc, [batch, kv_head, key, 0], bar, v_s.index(c))
-                    if v_rest_desc is not None:
-                        async_load(v_rest_desc, [batch, kv_head, key, DV], bar, v_rest_s.index(c))
-                    async_load(k_desc, [batch, kv_head, key, 0], bar, k_s.index(c))
-                    if k_rest_desc is not None:
-                        async_load(k_rest_desc, [batch, kv_head, key, D], bar, k_rest_s.index(c))
+                    load_tile(v_desc, v_rest_desc, v_s, v_rest_s, c, bar, batch, kv_head, key)
+                    load_tile(k_desc, k_rest_desc, k_s, k_rest_s, c, bar, batch, kv_head, key)
                 turn += 1
-            stage = step % DOUT_STAGES
-            mbarrier.wait(dout_empty.index(stage), ((step // DOUT_STAGES) & 1) ^ 1)
-            mbarrier.expect(dout_full.index(stage), bytes_of(dout_desc, dout_rest_desc))
-            async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(stage), dout_s.index(stage))
-            if dout_rest_desc is not None:
-                async_load(dout_rest_desc, [batch, head, first_q, DV], dout_full.index(stage), dout_rest_s.index(stage))
+            load_dout(loads, batch, head, first_q, step)
             step += 1
 
 
 @gluon.jit
 def consumer(
-    reads, C: gl.constexpr, GROUPS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
-    D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr,
-    DIM: gl.constexpr, V_DIM: gl.constexpr, EARLY: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    reads, C: gl.constexpr, GROUPS: gl.constexpr, PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr, DIM: gl.constexpr,
+    V_DIM: gl.constexpr, EARLY: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of ROWS keys of every item."""
     tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, sizes, written = reads
@@ -128,12 +95,11 @@ def consumer(
     dk_ptr, dk_strides, dv_ptr, dv_strides = written
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
+    Q_STAGES: gl.constexpr = q_s.shape[0]
+    DOUT_STAGES: gl.constexpr = dout_s.shape[0]
     KEYS: gl.constexpr = GROUPS * ROWS  # of an item
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
-    K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
-    BITS: gl.constexpr = layout_of_bits(ROWS)
-    PENDING: gl.constexpr = 1 if DV_REST == 0 else 2  # products of dv under dP
+    OF_DOUT: gl.constexpr = 1 if dout_rest_s is None else 2  # products with a tile
     step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
@@ -143,18 +109,9 @@ def consumer(
         if HAS_LENGTHS:
             lengths_ptr, lengths_stride = lengths
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
-        dk = gl.zeros([ROWS, D], gl.float32, layout=K)
-        if D_REST > 0:
-            R: gl.constexpr = gl.NVMMADistributedLayout(
-                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_REST, 16]
-            )
-            dk_rest = gl.zeros([ROWS, D_REST], gl.float32, layout=R)
-        dv = gl.zeros([ROWS, DV], gl.float32, layout=V)
-        if DV_REST > 0:
-            W: gl.constexpr = gl.NVMMADistributedLayout(
-                version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV_REST, 16]
-            )
-            dv_rest = gl.zeros([ROWS, DV_REST], gl.float32, layout=W)
+        dk, dv = zeros_of(q_s), zeros_of(dout_s)
+        dk_rest = None if q_rest_s is None else zeros_of(q_rest_s)
+        dv_rest = None if dout_rest_s is None else zeros_of(dout_rest_s)
         if count > 0:
             mbarrier.wait(kv_full.index(C), turn & 1)
             turn += 1
@@ -167,17 +124,15 @@ def consumer(
             tile = gl.max(number_s.index(q_stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             is_partial = (tile != 0) | (k_left < ROWS)
             own = unknown(C)
-            s = product(k_s.index(own), q_s.index(q_stage), S)
-            if D_REST > 0:
-                s = plus_product(s, k_rest_s.index(own), q_rest_s.index(q_stage))
+            s = product(k_s, k_rest_s, own, q_s, q_rest_s, q_stage, S)
             if EARLY:
                 mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-                dp = product(v_s.index(own), dout_s.index(dout_stage), S)
-                if DV_REST > 0:
-                    dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
-            s = local_mma_wait(s, 0 if not EARLY else 1 if DV_REST == 0 else 2)
+                dp = product(v_s, v_rest_s, own, dout_s, dout_rest_s, dout_stage, S)
+            s = local_mma_wait(s, OF_DOUT if EARLY else 0)
             if is_partial:
-                s = masked(s, words_ptr, tile, C * ROWS, i % GROUPS * ROWS, k_left, GROUPS, HAS_LENGTHS, BITS)
+                s = masked_keys(
+                    s, words_ptr, tile, C * ROWS, i % GROUPS * ROWS, k_left, float("-inf"), KEYS, HAS_LENGTHS, True
+                )
             p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
             weights = read_later(p.to(dtype))
             if EARLY:
@@ -187,24 +142,22 @@ def consumer(
             else:
                 mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
             dv = plus_weighted(dv, weights, dout_s.index(dout_stage))
-            if DV_REST > 0:
+            if dout_rest_s is not None:
                 dv_rest = plus_weighted(dv_rest, weights, dout_rest_s.index(dout_stage))
             if not EARLY:
-                dp = product(v_s.index(own), dout_s.index(dout_stage), S)
-                if DV_REST > 0:
-                    dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
-            dp = local_mma_wait(dp, 0 if not EARLY else PENDING)
+                dp = product(v_s, v_rest_s, own, dout_s, dout_rest_s, dout_stage, S)
+            dp = local_mma_wait(dp, OF_DOUT if EARLY else 0)
             if not EARLY:
                 async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             p = unpacked(weights)  # P in fp32 would take registers until here
             ds = (p * (dp + of_queries(rows_s, q_stage, 1, S))).to(dtype)
             dk = plus_weighted(dk, ds, q_s.index(q_stage))
-            if D_REST > 0:
+            if q_rest_s is not None:
                 dk_rest = local_mma_wait(plus_weighted(dk_rest, ds, q_rest_s.index(q_stage)), 0)
             dk = local_mma_wait(dk, 0)
             # ptxas accepts no product in flight from one step to the next. The other warpgroup multiplies meanwhile.
             dv = local_mma_wait(dv, 0)
-            if DV_REST > 0:
+            if dout_rest_s is not None:
                 dv_rest = local_mma_wait(dv_rest, 0)
             if EARLY:
                 async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
@@ -218,21 +171,13 @@ def consumer(
         if HAS_PARTS:
             part_ptr += gl.cast(part - 1, gl.int64) * (KEYS * (PADDED_D + PADDED_DV))  # dk, then dv
         if HAS_PARTS and part > 0:
-            store_part(part_ptr + KEYS * PADDED_D, dv, C * ROWS, 0, PADDED_DV)
-            if DV_REST > 0:
-                store_part(part_ptr + KEYS * PADDED_D, dv_rest, C * ROWS, DV, PADDED_DV)
-            store_part(part_ptr, dk, C * ROWS, 0, PADDED_D)
-            if D_REST > 0:
-                store_part(part_ptr, dk_rest, C * ROWS, D, PADDED_D)
+            store_part(part_ptr + KEYS * PADDED_D, dv, dv_rest, C * ROWS, PADDED_DV)
+            store_part(part_ptr, dk, dk_rest, C * ROWS, PADDED_D)
         else:
             x_ptr = dv_ptr + batch * dv_strides[0] + head * dv_strides[1]
-            store_rows(dv, x_ptr, first_k, dv_strides[2], k_len, 0, V_DIM)
-            if DV_REST > 0:
-                store_rows(dv_rest, x_ptr, first_k, dv_strides[2], k_len, DV, V_DIM)
+            store_rows(dv, dv_rest, 1.0, x_ptr, first_k, dv_strides[2], k_len, V_DIM)
             x_ptr = dk_ptr + batch * dk_strides[0] + head * dk_strides[1]
-            store_rows(dk * scale, x_ptr, first_k, dk_strides[2], k_len, 0, DIM)
-            if D_REST > 0:
-                store_rows(dk_rest * scale, x_ptr, first_k, dk_strides[2], k_len, D, DIM)
+            store_rows(dk, dk_rest, scale, x_ptr, first_k, dk_strides[2], k_len, DIM)
 
 
 # Sizes are not specialised: another length or number of heads causes no recompilation.
@@ -302,37 +247,19 @@ def wide_dkdv_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (
-                    consumer,
-                    (
-                        reads, 0, GROUPS, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM,
-                        V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS,
-                    ),
-                ),
-                (loader, (loads, GROUPS, D, DV, Q_STAGES, DOUT_STAGES)),
+                (consumer, (reads, 0, GROUPS, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS)),
+                (loader, (loads, GROUPS)),
             ],
             [1],
             [LOADER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    consumer,
-                    (
-                        reads, 0, GROUPS, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM,
-                        V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS,
-                    ),
-                ),
-                (
-                    consumer,
-                    (
-                        reads, 1, GROUPS, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM,
-                        V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS,
-                    ),
-                ),
-                (loader, (loads, GROUPS, D, DV, Q_STAGES, DOUT_STAGES)),
+                (consumer, (reads, 0, GROUPS, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS)),
+                (consumer, (reads, 1, GROUPS, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY, HAS_LENGTHS, HAS_PARTS)),
+                (loader, (loads, GROUPS)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )

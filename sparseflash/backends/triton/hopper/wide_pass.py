@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradients_of, empty_lse
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.architecture import multiprocessors
 from sparseflash.backends.triton.changes.hopper import HopperRequest
 from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.family import KernelChoice, Setting
@@ -39,7 +40,7 @@ from sparseflash.backends.triton.launch.launches import (
     strides_of,
 )
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
-from sparseflash.backends.triton.persistent.plan import ITEM_COUNT, programs_of
+from sparseflash.backends.triton.persistent.plan import ITEM_COUNT
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.scores.change import Scores
@@ -174,5 +175,5 @@ class WideBackward(Backward):
 
 def planned_rows(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     """The work list of the kernel for dq: tiles of queries, none cut. programs: of a multiprocessor."""
-    programs *= programs_of(plan.device)
+    programs *= multiprocessors(plan.device)
     return plan.derived(("hopper dq", tile, programs), lambda: forward_worklist(plan, tile, programs, may_cut=False))

@@ -12,7 +12,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.architecture import multiprocessors
 from sparseflash.backends.triton.schedule import worklists
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.work_item import place
@@ -157,8 +156,3 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
     by_length = longest - lengths.long()
     key = torch.where(is_long, by_length, torch.where(is_last, by_length + 2 * longest, longest))
     return torch.sort(key, stable=True).indices
-
-
-def programs_of(device: torch.device) -> int:
-    """How many programs run at the same time: one per SM, or the SMs of an H100 if the device is no GPU."""
-    return multiprocessors(device)

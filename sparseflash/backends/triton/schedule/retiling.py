@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,7 @@ class Retiling:
         self._made: dict[Any, Any] = {}
 
     def lists(self, axis: int, tiling: Tiling) -> TileLists:
-        made: TileLists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
-        return made
+        return once(self._made, ("lists", axis, tiling), lambda: self._lists(axis, tiling))
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling:
         found = self.candidates(axis, whole, gathered)
@@ -48,8 +46,7 @@ class Retiling:
         return patterns * self._lengths[axis]
 
     def count(self, axis: int, tiling: Tiling) -> int:
-        counted: int = self._once(("count", axis, tiling), lambda: self._count(axis, tiling))
-        return counted
+        return once(self._made, ("count", axis, tiling), lambda: self._count(axis, tiling))
 
     def _count(self, axis: int, tiling: Tiling) -> int:
         indptr, indices, _ = self._arrays
@@ -73,7 +70,7 @@ class Retiling:
     def _lists(self, axis: int, tiling: Tiling) -> TileLists:
         streamed = tiling.gathered or tiling.streamed
         block = (tiling.held, streamed) if axis == 0 else (streamed, tiling.held)
-        mask: BlockMask = self._once(("mask", block), lambda: self._mask().reblock(block))
+        mask = once(self._made, ("mask", block), lambda: self._mask().reblock(block))
         if tiling.gathered:
             return (gathered_keys, gathered_queries)[axis](mask, tiling.streamed)
         arrays = (mask.indptr, mask.indices, mask.tile) if axis == 0 else mask.columns
@@ -85,6 +82,3 @@ class Retiling:
         if not bool((self._arrays[2] > 0).any()):  # no partial tile; the words are one unused dead tile
             bits = bits[:0]
         return BlockMask(*self._lengths, block_q, block_k, *self._arrays, bits, self._pattern)
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        return once(self._made, key, make)

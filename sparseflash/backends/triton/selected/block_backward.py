@@ -16,8 +16,14 @@ from sparseflash.backends.triton.selected.block_forward import (
     queries_of_program,
     rows_of_entries,
 )
-from sparseflash.backends.triton.selected.forward import queries_of
 from sparseflash.backends.triton.selected.loads import columns, store_columns, token_offsets
+from sparseflash.backends.triton.selected.pieces import (
+    load_pieces,
+    plus_products,
+    product,
+    store_pieces,
+    zeros_in_pieces,
+)
 
 
 @triton.jit(do_not_specialize=["q_len", "rows"])
@@ -47,15 +53,6 @@ def delta_kernel(
     empty = lse == float("-inf")
     tl.store(lse2_ptr + pair * q_len + query, tl.where(empty, float("inf"), lse * LOG2E), mask=is_row)
     tl.store(delta_ptr + pair * q_len + query, tl.where(empty, 0.0, delta), mask=is_row)
-
-
-@triton.jit
-def _keys(k_ptr, offsets, live, SHAPE: tl.constexpr):
-    low = columns(k_ptr, offsets, live, 0, SHAPE.LOW, SHAPE.PADDED_LOW)
-    high = low
-    if SHAPE.HIGH > 0:
-        high = columns(k_ptr, offsets, live, SHAPE.PADDED_LOW, SHAPE.HIGH, SHAPE.PADDED_HIGH)
-    return low, high
 
 
 @triton.jit(do_not_specialize=["q_len", "group", "blocks", "tiles", "count"])
@@ -90,7 +87,7 @@ def _with_queries(
     PRECISION: tl.constexpr = SHAPE.PRECISION
     query, _, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     loaded = inside if MASKED or SHAPE.PADDED else None
-    q_low, q_high = queries_of(q_ptr, query * q_strides[2] + in_group * q_strides[3], loaded, SHAPE)
+    q_low, q_high = load_pieces(q_ptr, query * q_strides[2] + in_group * q_strides[3], loaded, SHAPE)
     dout = columns(
         dout_ptr, query * dout_strides[2] + in_group * dout_strides[3], loaded, 0, SHAPE.DV, SHAPE.PADDED_DV
     )  # fmt: skip
@@ -100,11 +97,7 @@ def _with_queries(
         delta = tl.load(packed_ptr + half + place, mask=place < rows, other=0.0)
     else:
         lse2, delta = tl.load(packed_ptr + place), tl.load(packed_ptr + half + place)
-    if SHAPE.HIGH > 0:  # the smaller product first: see forward_kernel
-        p = tl.dot(k_high, q_high.T, input_precision=PRECISION)
-        p = tl.dot(k_low, q_low.T, p, input_precision=PRECISION)
-    else:
-        p = tl.dot(k_low, q_low.T, input_precision=PRECISION)
+    p = product(k_low, k_high, q_low, q_high, SHAPE)
     live = None
     if MASKED:
         live = tl.broadcast_to(is_key[:, None], p.shape)
@@ -117,10 +110,7 @@ def _with_queries(
         _exps, p = recomputed_weights(p, live, lse2[None, :], 0.0, qk_scale, False, PRECISION, False)
         ds = score_gradients(p, ds, delta[None, :], None)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-    ds = ds.to(q_low.dtype)
-    dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
-    if SHAPE.HIGH > 0:
-        dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)
+    dk_low, dk_high = plus_products(dk_low, dk_high, ds.to(q_low.dtype), q_low, q_high, SHAPE)
     return dk_low, dk_high, dv
 
 
@@ -137,8 +127,6 @@ def block_dkdv_kernel(
     ROWS: tl.constexpr = SHAPE.ROWS
     GROUP: tl.constexpr = SHAPE.GROUP
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW
-    PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
     PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
     size: tl.constexpr = ROWS // GROUP
     q_strides, k_strides, v_strides, dout_strides = strides
@@ -162,7 +150,7 @@ def block_dkdv_kernel(
     first_key = block * span + tl.program_id(0) % parts * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
     is_key = key < tl.where(exists, k_len, 0)
-    k_low, k_high = _keys(
+    k_low, k_high = load_pieces(
         k_ptr + batch * k_strides[0] + head // repeats * k_strides[1],
         token_offsets(key, is_key, k_strides[2], SHAPE.FAR), is_key, SHAPE,
     )  # fmt: skip
@@ -175,10 +163,7 @@ def block_dkdv_kernel(
     packed_ptr += begin.to(tl.int64) * GROUP
     half = count.to(tl.int64) * GROUP  # of the packed numbers
     rows = (stop - begin) * GROUP
-    dk_low = tl.zeros([BLOCK_N, PADDED_LOW], tl.float32)
-    dk_high = dk_low
-    if SHAPE.HIGH > 0:
-        dk_high = tl.zeros([BLOCK_N, PADDED_HIGH], tl.float32)
+    dk_low, dk_high = zeros_in_pieces(BLOCK_N, SHAPE)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
     # Only the first entries may be of queries in this block. Those, and a last tile with fewer rows, are masked.
     masked = 0
@@ -214,9 +199,7 @@ def block_dkdv_kernel(
     if SPLIT:
         row = item.to(tl.int64) * span + key - block * span
         is_key = key < tl.where(exists, block * span + span, 0)
-    store_columns(dk_ptr, dk_low * scale, row * D, is_key, 0, SHAPE.LOW, PADDED_LOW)
-    if SHAPE.HIGH > 0:
-        store_columns(dk_ptr, dk_high * scale, row * D, is_key, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
+    store_pieces(dk_ptr, dk_low * scale, dk_high * scale, row * D, is_key, SHAPE)
     store_columns(dv_ptr, dv, row * SHAPE.DV, is_key, 0, SHAPE.DV, PADDED_DV)
 
 
@@ -252,7 +235,7 @@ def _with_keys(
     key = start + tl.arange(0, SHAPE.BLOCK_N)
     is_key = key < k_len
     loaded = is_key if MASKED else None
-    k_low, k_high = _keys(k_ptr, token_offsets(key, is_key, k_strides[2], SHAPE.FAR), loaded, SHAPE)
+    k_low, k_high = load_pieces(k_ptr, token_offsets(key, is_key, k_strides[2], SHAPE.FAR), loaded, SHAPE)
     v = columns(v_ptr, token_offsets(key, is_key, v_strides[2], SHAPE.FAR), loaded, 0, SHAPE.DV, SHAPE.PADDED_DV)
     scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
     if SHAPE.HIGH > 0:
@@ -265,10 +248,7 @@ def _with_keys(
     _, p = recomputed_weights(scores, live, lse2[:, None], 0.0, qk_scale, False, PRECISION, False)
     dp = tl.dot(dout, v.T, input_precision=PRECISION)
     ds = score_gradients(p, dp, delta[:, None], None).to(k_low.dtype)
-    dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
-    if SHAPE.HIGH > 0:
-        dq_high = tl.dot(ds, k_high, dq_high, input_precision=PRECISION)
-    return dq_low, dq_high
+    return plus_products(dq_low, dq_high, ds, k_low, k_high, SHAPE)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "number", "scale", "qk_scale"])
@@ -283,8 +263,6 @@ def block_dq_kernel(
     ROWS: tl.constexpr = SHAPE.ROWS
     GROUP: tl.constexpr = SHAPE.GROUP
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW
-    PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
     q_strides, k_strides, v_strides, dout_strides = strides
     local, block, at, stop = item_of_program(stops_ptr, blocks_ptr, ends_ptr, first, number, blocks, GROUP, ROWS)
     pair = (first_pair + local).to(tl.int64)
@@ -292,7 +270,7 @@ def block_dq_kernel(
     entry = entries_at(entries_ptr, at, stop, GROUP, ROWS)
     query, place, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     position = query + shift
-    q_low, q_high = queries_of(
+    q_low, q_high = load_pieces(
         q_ptr + batch * q_strides[0] + head * q_strides[1], query * q_strides[2] + in_group * q_strides[3], inside,
         SHAPE,
     )  # fmt: skip
@@ -306,10 +284,7 @@ def block_dq_kernel(
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     begin, whole, end = keys_of_block(block, position, inside, k_len, span, SHAPE.CAUSAL)
-    dq_low = tl.zeros([ROWS, PADDED_LOW], tl.float32)
-    dq_high = dq_low
-    if SHAPE.HIGH > 0:
-        dq_high = tl.zeros([ROWS, PADDED_HIGH], tl.float32)
+    dq_low, dq_high = zeros_in_pieces(ROWS, SHAPE)
     whole = begin + (whole - begin) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
         dq_low, dq_high = _with_keys(
@@ -323,9 +298,7 @@ def block_dq_kernel(
         )  # fmt: skip
     D: tl.constexpr = SHAPE.LOW + SHAPE.HIGH
     row = ((local.to(tl.int64) * q_len * choices + place) * group + in_group) * D
-    store_columns(parts_ptr, dq_low * scale, row, inside, 0, SHAPE.LOW, PADDED_LOW)
-    if SHAPE.HIGH > 0:
-        store_columns(parts_ptr, dq_high * scale, row, inside, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
+    store_pieces(parts_ptr, dq_low * scale, dq_high * scale, row, inside, SHAPE)
 
 
 @triton.jit(do_not_specialize=["q_len", "heads", "group", "choices", "first_pair"])

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.device_functions.softmax import LN2, softmax_step
-from sparseflash.backends.triton.selected.forward import queries_of, scores_of, values_of
+from sparseflash.backends.triton.selected.forward import values_of
 from sparseflash.backends.triton.selected.loads import store_columns, token_offsets
+from sparseflash.backends.triton.selected.pieces import load_pieces, scores_of
 
 SIZES = ["q_len", "k_len", "shift", "heads", "repeats", "group", "choices", "blocks", "span", "first_pair", "first"]
 
@@ -84,6 +85,28 @@ def keys_of_block(block, position, inside, k_len, span, CAUSAL: tl.constexpr):
     return begin, whole, end
 
 
+@triton.jit
+def _with_keys(
+    acc, m_i, l_i, q_low, q_high, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides, v_strides,
+    SHAPE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds BLOCK_N keys from `start` on to the running sums. Unless MASKED, all queries see them."""
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    key = start + tl.arange(0, SHAPE.BLOCK_N)
+    is_key = key < k_len
+    scores, k_low, _ = scores_of(
+        q_low, q_high, k_ptr, token_offsets(key, is_key, k_strides[2], SHAPE.FAR), is_key, SHAPE
+    )  # fmt: skip
+    live = None
+    if MASKED:
+        live = tl.broadcast_to(is_key[None, :], scores.shape)
+        if SHAPE.CAUSAL:
+            live = live & (key[None, :] <= position[:, None])
+    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, False, PRECISION, False)
+    values = values_of(v_ptr, k_low, key, is_key, v_strides[2], SHAPE)
+    return tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION), m_i, l_i
+
+
 @triton.jit(do_not_specialize=[*SIZES, "number", "qk_scale"])
 def block_forward_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]
@@ -98,7 +121,6 @@ def block_forward_kernel(
     GROUP: tl.constexpr = SHAPE.GROUP
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
-    PRECISION: tl.constexpr = SHAPE.PRECISION
     q_strides, k_strides, v_strides = strides
     local, block, at, stop = item_of_program(stops_ptr, blocks_ptr, ends_ptr, first, number, blocks, GROUP, ROWS)
     pair = (first_pair + local).to(tl.int64)
@@ -107,7 +129,7 @@ def block_forward_kernel(
     query, place, in_group, inside = rows_of_entries(entry, choices, group, SHAPE)
     position = query + shift
     offsets = query * q_strides[2] + in_group * q_strides[3]
-    q_low, q_high = queries_of(q_ptr + batch * q_strides[0] + head * q_strides[1], offsets, inside, SHAPE)
+    q_low, q_high = load_pieces(q_ptr + batch * q_strides[0] + head * q_strides[1], offsets, inside, SHAPE)
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     begin, whole, end = keys_of_block(block, position, inside, k_len, span, SHAPE.CAUSAL)
@@ -116,26 +138,15 @@ def block_forward_kernel(
     acc = tl.zeros([ROWS, PADDED_DV], tl.float32)
     whole = begin + (whole - begin) // BLOCK_N * BLOCK_N
     for start in range(begin, whole, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        live = key < k_len
-        scores, k_low, _ = scores_of(
-            q_low, q_high, k_ptr, token_offsets(key, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
+        acc, m_i, l_i = _with_keys(
+            acc, m_i, l_i, q_low, q_high, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides, v_strides, SHAPE,
+            MASKED=False,
         )  # fmt: skip
-        p, alpha, m_i, l_i = softmax_step(scores, None, m_i, l_i, qk_scale, False, PRECISION, False)
-        values = values_of(v_ptr, k_low, key, live, v_strides[2], SHAPE)
-        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
     for start in range(whole, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        live = key < k_len
-        scores, k_low, _ = scores_of(
-            q_low, q_high, k_ptr, token_offsets(key, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
+        acc, m_i, l_i = _with_keys(
+            acc, m_i, l_i, q_low, q_high, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides, v_strides, SHAPE,
+            MASKED=True,
         )  # fmt: skip
-        seen = tl.broadcast_to(live[None, :], scores.shape)
-        if SHAPE.CAUSAL:
-            seen = seen & (key[None, :] <= position[:, None])
-        p, alpha, m_i, l_i = softmax_step(scores, seen, m_i, l_i, qk_scale, False, PRECISION, False)
-        values = values_of(v_ptr, k_low, key, live, v_strides[2], SHAPE)
-        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
 
     empty = l_i == 0.0
     total = tl.where(empty, 1.0, l_i)

@@ -8,6 +8,7 @@ An entry is `query << slot_bits(choices) | slot`, where `slot` is the block's pl
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from sparseflash.backends.triton.selected.places import count_kernel, ones
 _QUERIES = 128  # of a tile of the kernel that chooses
 _WORDS = 32  # of 32 queries each, whose bits are counted at once
 _ENTRIES = 128  # of a program
-_SCRATCH = 256 << 20  # bytes for the bits of some pairs
+_SCRATCH = 256 << 20  # bytes for the bits of some pairs, or of some blocks of one pair
 
 
 def slot_bits(choices: int) -> int:
@@ -64,15 +65,16 @@ def transposed(chosen: Chosen, blocks: int) -> Transposed:
     """The queries of each block, from the blocks of each query."""
     pairs, q_len, choices = chosen.blocks.shape
     device, groups = chosen.blocks.device, -(-q_len // (32 * _WORDS))
-    at_once = min(pairs, max(1, _SCRATCH // (4 * blocks * groups * _WORDS)))
-    bits = torch.empty(at_once * blocks * groups, _WORDS, dtype=torch.int32, device=device)
+    of_block = 4 * groups * _WORDS  # bytes
+    some_pairs, some_blocks = max(1, _SCRATCH // (of_block * blocks)), max(1, min(blocks, _SCRATCH // of_block))
+    bits = torch.empty(min(some_pairs, pairs) * some_blocks * groups, _WORDS, dtype=torch.int32, device=device)
     counts = torch.empty(len(bits), dtype=torch.int32, device=device)
     entries = torch.empty(chosen.blocks.numel(), dtype=torch.int32, device=device)
-    ends = torch.empty(pairs * blocks, dtype=torch.int32, device=device)
+    ends = torch.empty(pairs, blocks, dtype=torch.int32, device=device)
     before: Tensor | None = None
-    for first in range(0, pairs, at_once):
-        some = chosen.blocks[first : first + at_once]
-        rows, numbers = len(some) * blocks * groups, (q_len, choices, blocks, groups, some.numel())
+    for pair, first in itertools.product(range(0, pairs, some_pairs), range(0, blocks, some_blocks)):
+        some, found = chosen.blocks[pair : pair + some_pairs], ends[pair : pair + some_pairs, first:][:, :some_blocks]
+        rows, numbers = found.numel() * groups, (q_len, choices, first, found.shape[1], groups, some.numel())
         programs = (-(-some.numel() // _ENTRIES),)
         mark_kernel[programs](some, bits[:rows].zero_(), *numbers, _WORDS, _ENTRIES, num_warps=4, **OPTIONS)
         count_kernel[(-(-rows // 64),)](bits, counts, rows, _WORDS, 64, num_warps=4, **OPTIONS)
@@ -82,9 +84,9 @@ def transposed(chosen: Chosen, blocks: int) -> Transposed:
         place_kernel[programs](
             some, bits, counts, sums, entries, *numbers, slot_bits(choices), _WORDS, _ENTRIES, num_warps=4, **OPTIONS
         )
-        ends[first * blocks : (first + len(some)) * blocks] = sums[groups - 1 :: groups]
+        found.copy_(sums[groups - 1 :: groups].view_as(found))
         before = sums[-1:]
-    return Transposed(entries, ends)
+    return Transposed(entries, ends.view(-1))
 
 
 def items_of(ends: Tensor, first: int, count: int, entries: int, size: int) -> tuple[Tensor, Tensor]:
@@ -124,37 +126,46 @@ def choose_kernel(
 
 
 @triton.jit
-def _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES: tl.constexpr, WORDS: tl.constexpr):
-    """For each entry of a program: `(query, slot, place of its block's bits of this group of queries, is a block)`."""
+def _entries_of_program(
+    chosen_ptr, q_len, choices, first, blocks, groups, count, ENTRIES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """For each entry of a program: `(query, slot, place of its block's bits of this group of queries, is one of the
+    `blocks` blocks from `first` on)`.
+    """
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    block = tl.load(chosen_ptr + at, mask=(at >= 0) & (at < count), other=-1)  # negative past 2^31
+    block = tl.load(chosen_ptr + at, mask=(at >= 0) & (at < count), other=-1) - first  # negative past 2^31
+    live = (block >= 0) & (block < blocks)
     row = at // choices
     query = row % q_len
-    block_of_all = (row // q_len).to(tl.int64) * blocks + tl.maximum(block, 0)
-    return query, at % choices, block_of_all * groups + query // (32 * WORDS), block >= 0
+    block_of_all = (row // q_len).to(tl.int64) * blocks + tl.where(live, block, 0)
+    return query, at % choices, block_of_all * groups + query // (32 * WORDS), live
 
 
-@triton.jit(do_not_specialize=["q_len", "choices", "blocks", "groups", "count"])
+@triton.jit(do_not_specialize=["q_len", "choices", "first", "blocks", "groups", "count"])
 def mark_kernel(
     chosen_ptr,  # see Chosen: the lists of some pairs
-    bits_ptr,  # int32 [pairs, blocks, groups, WORDS], zeros
-    q_len, choices, blocks, groups, count, WORDS: tl.constexpr, ENTRIES: tl.constexpr,
+    bits_ptr,  # int32 [pairs, blocks, groups, WORDS], zeros: of the blocks from `first` on
+    q_len, choices, first, blocks, groups, count, WORDS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Sets the bits of some entries."""
-    query, _, group, live = _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES, WORDS)
+    query, _, group, live = _entries_of_program(
+        chosen_ptr, q_len, choices, first, blocks, groups, count, ENTRIES, WORDS
+    )
     bit = (tl.full([ENTRIES], 1, tl.int32) << (query % 32)).to(tl.int32)
     tl.atomic_or(bits_ptr + group * WORDS + query // 32 % WORDS, bit, mask=live, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["q_len", "choices", "blocks", "groups", "count"])
+@triton.jit(do_not_specialize=["q_len", "choices", "first", "blocks", "groups", "count"])
 def place_kernel(
     chosen_ptr, bits_ptr, counts_ptr,  # as in mark_kernel and count_kernel
     sums_ptr,  # int32 [pairs, blocks, groups]: the running sums of counts, with those of earlier pairs
     entries_ptr,  # see Transposed, written
-    q_len, choices, blocks, groups, count, BITS: tl.constexpr, WORDS: tl.constexpr, ENTRIES: tl.constexpr,
+    q_len, choices, first, blocks, groups, count, BITS: tl.constexpr, WORDS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Writes some entries, each behind those of earlier queries with the same block."""
-    query, slot, group, live = _entries_of_program(chosen_ptr, q_len, choices, blocks, groups, count, ENTRIES, WORDS)
+    query, slot, group, live = _entries_of_program(
+        chosen_ptr, q_len, choices, first, blocks, groups, count, ENTRIES, WORDS
+    )
     place = tl.load(sums_ptr + group, mask=live, other=0) - tl.load(counts_ptr + group, mask=live, other=0)
     word = tl.arange(0, WORDS)[None, :]
     own = (query // 32 % WORDS)[:, None]

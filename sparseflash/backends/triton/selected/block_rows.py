@@ -10,8 +10,14 @@ from sparseflash.backends.triton.device_functions.softmax import (
     score_gradients,
     softmax_step,
 )
-from sparseflash.backends.triton.selected.forward import queries_of, scores_of
 from sparseflash.backends.triton.selected.loads import columns, store_columns, token_offsets
+from sparseflash.backends.triton.selected.pieces import (
+    load_pieces,
+    plus_products,
+    scores_of,
+    store_pieces,
+    zeros_in_pieces,
+)
 
 SIZES = ["q_len", "k_len", "shift", "heads", "repeats", "group", "choices"]
 
@@ -23,6 +29,15 @@ def _query_of_program(q_len, heads, group, ROWS: tl.constexpr):
     pair, query = row // q_len, row % q_len
     in_group = tl.arange(0, ROWS).to(tl.int64)  # heads may lie 2^31 numbers apart
     return row, pair // heads, pair % heads, query, in_group, in_group < group
+
+
+@triton.jit
+def _keys_of_step(chosen_ptr, block, i, steps, k_len, BLOCK_N: tl.constexpr, SPAN: tl.constexpr):
+    """`(keys of step i, which of them there are, block of the next step)`: a block is SPAN // BLOCK_N steps."""
+    PARTS: tl.constexpr = SPAN // BLOCK_N
+    following = tl.load(chosen_ptr + (i + 1) // PARTS, mask=i + 1 < steps, other=0)
+    key = block * SPAN + i % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
+    return key, key < k_len, following
 
 
 @triton.jit(do_not_specialize=[*SIZES, "qk_scale"])
@@ -43,7 +58,7 @@ def rows_forward_kernel(
     q_strides, out_strides, k_strides, v_strides = strides
     row, batch, head, query, in_group, inside = _query_of_program(q_len, heads, group, ROWS)
     q_ptr += batch * q_strides[0] + head * q_strides[1] + query * q_strides[2]
-    q_low, q_high = queries_of(q_ptr, in_group * q_strides[3], inside, SHAPE)
+    q_low, q_high = load_pieces(q_ptr, in_group * q_strides[3], inside, SHAPE)
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     position = query + shift
@@ -52,15 +67,12 @@ def rows_forward_kernel(
     acc = tl.zeros([ROWS, PADDED_DV], tl.float32)
     count = tl.load(counts_ptr + row)
     chosen_ptr += row * choices
-    following = tl.load(chosen_ptr, mask=count > 0, other=0)
+    block = tl.load(chosen_ptr, mask=count > 0, other=0)
     for i in range(0, count * PARTS):
-        block = following
-        following = tl.load(chosen_ptr + (i + 1) // PARTS, mask=i + 1 < count * PARTS, other=0)
-        key = block * SPAN + i % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = key < k_len
+        key, live, block = _keys_of_step(chosen_ptr, block, i, count * PARTS, k_len, BLOCK_N, SPAN)
         loaded = None if WHOLE else live
         scores, _, _ = scores_of(
-            q_low, q_high, k_ptr, token_offsets(key, live, k_strides[2], SHAPE.FAR), loaded, SHAPE, PRECISION
+            q_low, q_high, k_ptr, token_offsets(key, live, k_strides[2], SHAPE.FAR), loaded, SHAPE
         )  # fmt: skip
         if SHAPE.CAUSAL:
             live = live & (key <= position)
@@ -90,15 +102,13 @@ def rows_dq_kernel(
     """Computes dq of one query. lse2: lse in base 2, inf without a key. delta: the sum of dout * out, less dlse."""
     ROWS: tl.constexpr = SHAPE.ROWS
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
-    PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW
-    PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
     PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
     PRECISION: tl.constexpr = SHAPE.PRECISION
     PARTS: tl.constexpr = SPAN // BLOCK_N
     q_strides, dout_strides, out_strides, dq_strides, k_strides, v_strides = strides
     row, batch, head, query, in_group, inside = _query_of_program(q_len, heads, group, ROWS)
     q_ptr += batch * q_strides[0] + head * q_strides[1] + query * q_strides[2]
-    q_low, q_high = queries_of(q_ptr, in_group * q_strides[3], inside, SHAPE)
+    q_low, q_high = load_pieces(q_ptr, in_group * q_strides[3], inside, SHAPE)
     dout_ptr += batch * dout_strides[0] + head * dout_strides[1] + query * dout_strides[2]
     dout = columns(dout_ptr, in_group * dout_strides[3], inside, 0, SHAPE.DV, PADDED_DV)
     out_ptr += batch * out_strides[0] + head * out_strides[1] + query * out_strides[2]
@@ -116,22 +126,16 @@ def rows_dq_kernel(
     k_ptr += batch * k_strides[0] + head // repeats * k_strides[1]
     v_ptr += batch * v_strides[0] + head // repeats * v_strides[1]
     position = query + shift
-    dq_low = tl.zeros([ROWS, PADDED_LOW], tl.float32)
-    dq_high = dq_low
-    if SHAPE.HIGH > 0:
-        dq_high = tl.zeros([ROWS, PADDED_HIGH], tl.float32)
+    dq_low, dq_high = zeros_in_pieces(ROWS, SHAPE)
     count = tl.load(counts_ptr + row)
     chosen_ptr += row * choices
-    following = tl.load(chosen_ptr, mask=count > 0, other=0)
+    block = tl.load(chosen_ptr, mask=count > 0, other=0)
     for i in range(0, count * PARTS):
-        block = following
-        following = tl.load(chosen_ptr + (i + 1) // PARTS, mask=i + 1 < count * PARTS, other=0)
-        key = block * SPAN + i % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)
-        live = key < k_len
+        key, live, block = _keys_of_step(chosen_ptr, block, i, count * PARTS, k_len, BLOCK_N, SPAN)
         loaded = None if WHOLE else live
         v_offsets = token_offsets(key, live, v_strides[2], SHAPE.FAR)
         scores, k_low, k_high = scores_of(
-            q_low, q_high, k_ptr, token_offsets(key, live, k_strides[2], SHAPE.FAR), loaded, SHAPE, PRECISION
+            q_low, q_high, k_ptr, token_offsets(key, live, k_strides[2], SHAPE.FAR), loaded, SHAPE
         )  # fmt: skip
         if SHAPE.CAUSAL:
             live = live & (key <= position)
@@ -141,10 +145,6 @@ def rows_dq_kernel(
         v = columns(v_ptr, v_offsets, loaded, 0, SHAPE.DV, PADDED_DV)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         ds = score_gradients(p, dp, delta[:, None], None).to(k_low.dtype)
-        dq_low = tl.dot(ds, k_low, dq_low, input_precision=PRECISION)
-        if SHAPE.HIGH > 0:
-            dq_high = tl.dot(ds, k_high, dq_high, input_precision=PRECISION)
+        dq_low, dq_high = plus_products(dq_low, dq_high, ds, k_low, k_high, SHAPE)
     dq_ptr += batch * dq_strides[0] + head * dq_strides[1] + query * dq_strides[2]
-    store_columns(dq_ptr, dq_low * scale, in_group * dq_strides[3], inside, 0, SHAPE.LOW, PADDED_LOW)
-    if SHAPE.HIGH > 0:
-        store_columns(dq_ptr, dq_high * scale, in_group * dq_strides[3], inside, PADDED_LOW, SHAPE.HIGH, PADDED_HIGH)
+    store_pieces(dq_ptr, dq_low * scale, dq_high * scale, in_group * dq_strides[3], inside, SHAPE)

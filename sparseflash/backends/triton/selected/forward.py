@@ -11,23 +11,10 @@ from sparseflash.backends.triton.selected.loads import (
     store_columns,
     token_offsets,
 )
+from sparseflash.backends.triton.selected.pieces import load_pieces, scores_of
 
 # Not specialised, so other lengths do not recompile. The length of lists is: it decides how wide rows are loaded.
 SIZES = ["q_len", "k_len", "kv_heads", "group", "first_row"]
-
-
-@triton.jit
-def scores_of(q_low, q_high, k_ptr, offsets, live, SHAPE: tl.constexpr, PRECISION: tl.constexpr):
-    """`(scores, keys in two pieces)`: a head dim such as 576 = 512 + 64 is in two, others have one piece twice."""
-    k_low = columns(k_ptr, offsets, live, 0, SHAPE.LOW, SHAPE.PADDED_LOW)
-    k_high = k_low
-    if SHAPE.HIGH > 0:  # the smaller product first: see forward_kernel
-        k_high = columns(k_ptr, offsets, live, SHAPE.PADDED_LOW, SHAPE.HIGH, SHAPE.PADDED_HIGH)
-        scores = tl.dot(q_high, k_high.T, input_precision=PRECISION)
-        scores = tl.dot(q_low, k_low.T, scores, input_precision=PRECISION)
-    else:
-        scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
-    return scores, k_low, k_high
 
 
 @triton.jit
@@ -37,16 +24,6 @@ def values_of(v_ptr, k_low, tokens, live, stride, SHAPE: tl.constexpr):
         return k_low
     else:
         return columns(v_ptr, token_offsets(tokens, live, stride, SHAPE.FAR), live, 0, SHAPE.DV, SHAPE.PADDED_DV)
-
-
-@triton.jit
-def queries_of(q_ptr, offsets, live, SHAPE: tl.constexpr):
-    """The rows of a tile in two pieces, as `scores_of` takes them."""
-    low = columns(q_ptr, offsets, live, 0, SHAPE.LOW, SHAPE.PADDED_LOW)
-    high = low
-    if SHAPE.HIGH > 0:
-        high = columns(q_ptr, offsets, live, SHAPE.PADDED_LOW, SHAPE.HIGH, SHAPE.PADDED_HIGH)
-    return low, high
 
 
 @triton.jit(do_not_specialize=[*SIZES, "scale", "qk_scale"])
@@ -67,7 +44,7 @@ def forward_kernel(
     PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
     q_strides, k_strides, v_strides, out_strides = strides
     row, batch, kv_head, query, head, inside = place_of_program(first_row, q_len, kv_heads, group, ROWS, SHAPE.TILES, 1)
-    q_low, q_high = queries_of(
+    q_low, q_high = load_pieces(
         q_ptr + batch * q_strides[0] + query * q_strides[2], head.to(tl.int64) * q_strides[1], inside, SHAPE
     )
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
@@ -86,7 +63,7 @@ def forward_kernel(
         following = listed_tokens(list_ptr, (i + 1) * BLOCK_N, choices, BLOCK_N)
         live = tokens < k_len
         scores, k_low, _ = scores_of(
-            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
+            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE
         )
         p, alpha = scores, m_i
         # Always true. If the compiler saw that this product leads to the next one, it would give every group of warps
@@ -125,14 +102,13 @@ def scores_kernel(
     SHAPE: tl.constexpr,
 ):  # fmt: skip
     """Writes the scores of one query's tokens for the heads of a tile, -inf for entries that are none."""
-    PRECISION: tl.constexpr = SHAPE.PRECISION
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     ROWS: tl.constexpr = SHAPE.ROWS
     q_strides, k_strides = strides
     row, batch, kv_head, query, head, inside = place_of_program(
         first_row, q_len, kv_heads, group, ROWS, SHAPE.TILES, 1
     )  # fmt: skip
-    q_low, q_high = queries_of(
+    q_low, q_high = load_pieces(
         q_ptr + batch * q_strides[0] + query * q_strides[2], head.to(tl.int64) * q_strides[1], inside, SHAPE
     )
     k_ptr += batch * k_strides[0] + kv_head * k_strides[1]
@@ -144,7 +120,7 @@ def scores_kernel(
         following = listed_tokens(list_ptr, (i + 1) * BLOCK_N, choices, BLOCK_N)
         live = tokens < k_len
         scores, _, _ = scores_of(
-            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
+            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE
         )
         entry = i * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(

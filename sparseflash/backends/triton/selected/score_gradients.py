@@ -9,13 +9,14 @@ import triton.language as tl
 
 from sparseflash.backends.triton.device_functions.delta import means_step
 from sparseflash.backends.triton.device_functions.softmax import LOG2E, recomputed_weights, score_gradients
-from sparseflash.backends.triton.selected.forward import SIZES, queries_of, scores_of, values_of
+from sparseflash.backends.triton.selected.forward import SIZES, values_of
 from sparseflash.backends.triton.selected.loads import (
     columns,
     listed_tokens,
     place_of_program,
     token_offsets,
 )
+from sparseflash.backends.triton.selected.pieces import load_pieces, scores_of
 
 MOST_TOKENS = tl.constexpr(64)  # of a tile that reads the gradients of scores
 
@@ -27,7 +28,7 @@ def recomputed(
     """`(exponentials, weights, gradients of the weights)` of a tile of chosen keys."""
     PRECISION: tl.constexpr = SHAPE.PRECISION
     scores, k_low, _ = scores_of(
-        q_low, q_high, k_ptr, token_offsets(tokens, live, k_stride, SHAPE.FAR), live, SHAPE, PRECISION
+        q_low, q_high, k_ptr, token_offsets(tokens, live, k_stride, SHAPE.FAR), live, SHAPE
     )  # fmt: skip
     exps, p = recomputed_weights(
         scores, live[None, :], lse2[:, None], inverse[:, None], qk_scale, SHAPE.KEEP, PRECISION, False
@@ -58,7 +59,7 @@ def score_gradients_kernel(
     q_strides, k_strides, v_strides, dout_strides, out_strides = strides
     row, batch, kv_head, query, head, inside = place_of_program(first_row, q_len, kv_heads, group, ROWS, SHAPE.TILES, 1)
     wide_head = head.to(tl.int64)
-    q_low, q_high = queries_of(
+    q_low, q_high = load_pieces(
         q_ptr + batch * q_strides[0] + query * q_strides[2], wide_head * q_strides[1], inside, SHAPE
     )
     dout = columns(

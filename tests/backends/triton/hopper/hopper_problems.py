@@ -51,20 +51,15 @@ def scale_of(problem):
     return problem.dim**-0.5 if problem.scale is None else problem.scale
 
 
-def as_it_is(source):
-    return source
-
-
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change_apart=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is, change_others=None, backward=None, changes=None,
-    most_filled=None, **config,
+    edits=None, backward=None, changes=None, most_filled=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
-    lengths: int32 `[2, B]`, if not the mask's. backward: changes of its configuration. changes: score modifications;
-    the gradients of their tensors come after the others. most_filled: up to this share of live blocks of 64
-    the backward takes these as they are; None: the library's.
+    lengths: int32 `[2, B]`, if not the mask's. edits: see `Interpreted`. backward: changes of its configuration.
+    changes: score modifications; the gradients of their tensors come after the others. most_filled: up to this share of
+    live blocks of 64 the backward takes these as they are; None: the library's.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:
@@ -80,22 +75,18 @@ def interpreted(
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
-        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, others=change_others)),
+        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, edits)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
-        (
-            backward_pass,
-            "backward_kernel",
-            Interpreted(backward_module, "backward_kernel", seed, others=change_others),
-        ),
-        (wide_pass, "wide_apart_kernel", Interpreted(wide_apart_module, "wide_apart_kernel", seed, change_apart)),
-        (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
-        (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
+        (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, edits)),
+        (wide_pass, "wide_apart_kernel", Interpreted(wide_apart_module, "wide_apart_kernel", seed, edits)),
+        (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, edits)),
+        (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, edits)),
         (backward_pass, "backward_config_for", changed_backward_config),
         (backward_pass, "_planned", reference_plan.planned),
         (choices, "MOST_FILLED", choices.MOST_FILLED if most_filled is None else {128: most_filled}),
-        (passes, "programs_of", lambda device: programs),
-        (wide_pass, "programs_of", lambda device: programs),
+        (passes, "multiprocessors", lambda device: programs),
+        (wide_pass, "multiprocessors", lambda device: programs),
     ]
     clear_caches()
     with ExitStack() as stack:

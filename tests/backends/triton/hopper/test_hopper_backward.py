@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from sparseflash import scores
 from sparseflash.backends.triton.changes import hopper_pairs
-from sparseflash.backends.triton.hopper import backward_consumer, backward_loader, backward_sender, passes, wide_pass
-from sparseflash.backends.triton.hopper import wide_apart as wide_apart_module
-from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
-from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
+from sparseflash.backends.triton.hopper import (
+    backward_consumer,
+    backward_loader,
+    backward_sender,
+    passes,
+    wide_apart,
+    wide_dkdv,
+    wide_dq,
+    wide_pass,
+    wide_steps,
+)
 from sparseflash.backends.triton.hopper.configs import dkdv_config_for
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.persistent import backward_plan, cuts
@@ -231,27 +238,20 @@ def right_of_wide():
     return [each() for each in WIDE]
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        *(("change_apart", line) for line in synchronising_lines(wide_apart_module)),
-        *(("change_dkdv", line) for line in synchronising_lines(wide_dkdv_module)),
-        *(("change_dq", line) for line in synchronising_lines(wide_dq_module)),
-    ],
-)
-def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(change, line, right_of_wide):
-    changed = [partial(each, **{change: without(line)}) for each in WIDE]
+@pytest.mark.parametrize(("module", "line"), lines_of(wide_apart, wide_dkdv, wide_dq, wide_steps))
+def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(module, line, right_of_wide):
+    changed = [partial(each, edits={module.__file__: without(line)}) for each in WIDE]
     assert_noticed(list(zip(changed, right_of_wide, strict=True)), [{"seed": seed} for seed in range(20)])
 
 
 @pytest.mark.parametrize(("module", "line"), lines_of(backward_loader, backward_sender, backward_consumer))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(module, line, right):
-    changed = [partial(case, change_others={module.__file__: without(line)}) for case in CASES]
+    changed = [partial(case, edits={module.__file__: without(line)}) for case in CASES]
     assert_noticed(list(zip(changed, right, strict=True)), [{"seed": seed} for seed in range(20)])
 
 
 @pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, after="the backward"))
 def test_and_one_that_is_missing_in_a_score_modification(line, right):
     others = {hopper_pairs.__file__: without(line)}
-    changed = partial(CASES[1], change_others=others)
+    changed = partial(CASES[1], edits=others)
     assert_noticed([(changed, right[1])], [{"seed": seed} for seed in range(20)])

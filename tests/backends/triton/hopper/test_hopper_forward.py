@@ -185,12 +185,12 @@ def right():
 @pytest.mark.parametrize(("module", "line"), lines_of(forward_loader, forward_steps, forward_ends))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(module, line, right):
     others = {module.__file__: without(line)}
-    cases = [(partial(case, change_others=others), right[name]) for name, case in CASES.items()]
+    cases = [(partial(case, edits=others), right[name]) for name, case in CASES.items()]
     assert_noticed(cases, [{"seed": seed} for seed in range(40)])
 
 
 @pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, upto="the backward"))
 def test_and_one_that_is_missing_in_a_score_modification(line, right):
     others = {hopper_pairs.__file__: without(line)}
-    cases = [(partial(CASES[name], change_others=others), right[name]) for name in ("128", "64")]
+    cases = [(partial(CASES[name], edits=others), right[name]) for name in ("128", "64")]
     assert_noticed(cases, [{"seed": seed} for seed in range(40)])

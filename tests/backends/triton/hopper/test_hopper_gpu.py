@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, explain, masks, scores, testing
+from sparseflash.backends.triton.architecture import multiprocessors
 from sparseflash.backends.triton.hopper import backward_pass, choices
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS
-from sparseflash.backends.triton.persistent.plan import programs_of
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper.hopper_problems import fixed_among, wide
 from tests.backends.triton.plans import plan
@@ -285,7 +285,7 @@ def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
     q, _, _, dout, dlse = inputs(1, 4, 4096, 64)
     k, v = (torch.randn(1, 1, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     mask = BlockMask.dense(4096, block=128).to("cuda")
-    planned = backward_pass.planned_backward(plan(mask, heads=4, kv_heads=1), programs_of(mask.device))
+    planned = backward_pass.planned_backward(plan(mask, heads=4, kv_heads=1), multiprocessors(mask.device))
     assert planned.parts
     if kind == "alibi":
         learned = scores.alibi(torch.rand(4, device="cuda").requires_grad_())
@@ -589,7 +589,7 @@ def grouped(tokens, heads, kv_heads, dim, dtype=torch.bfloat16):
     q, _, _, dout, dlse = inputs(1, heads, tokens, dim, dtype)
     k, v = (torch.randn(1, kv_heads, tokens, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
     mask = masks.bigbird(tokens, block=128).to("cuda")
-    made = backward_pass.planned_backward(plan(mask, 1, heads, kv_heads), programs_of(q.device))
+    made = backward_pass.planned_backward(plan(mask, 1, heads, kv_heads), multiprocessors(q.device))
     assert made.parts > len(made.merged) > 0
     return q, k, v, mask, dout, dlse
 

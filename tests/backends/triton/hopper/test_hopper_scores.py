@@ -303,7 +303,7 @@ def test_queries_that_see_large_biases_alone(value, scale, rule, change):
     changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
     others = {forward_softmax.__file__: change}
     mask = masks.causal(400, block=128)
-    out, lse = interpreted(mask, q, k, v, scale, changes=changes, rule=rule, change_others=others)
+    out, lse = interpreted(mask, q, k, v, scale, changes=changes, rule=rule, edits=others)
     out, lse, v = out[:, :, :300].double(), lse[:, :, :300].double(), v[:, :, :300].double()
     least, most = v.cummin(2).values, v.cummax(2).values
     assert ((out >= least - 1e-2) & (out <= most + 1e-2)).all() and out.any(-1).all()
@@ -321,7 +321,7 @@ def test_of_two_low_biases_the_lower_one_is_padding(scale, values, change):
     q, k, v = (torch.randn(1, 2, 200, 64).half() for _ in range(3))
     biases = torch.full((1, 1, 200), values[1]).index_fill(2, torch.arange(50), values[0])
     changes = Scores((scores.key_bias(biases),))
-    out, lse = interpreted(None, q, k, v, scale, changes=changes, change_others={forward_softmax.__file__: change})
+    out, lse = interpreted(None, q, k, v, scale, changes=changes, edits={forward_softmax.__file__: change})
     torch.testing.assert_close(lse.double(), torch.full_like(lse, values[0]).double(), rtol=1e-6, atol=0)
     if values[0] < -1e20:
         mean = v[:, :, :50].double().mean(2, keepdim=True).expand_as(out)

@@ -6,7 +6,7 @@ import torch
 from sparseflash import attention, explain, masks
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
-from sparseflash.backends.triton.family import PairBias, Request
+from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.hopper.configs import dq_config_for
 
@@ -93,22 +93,15 @@ BELOW = "the portable {} is about as fast or faster, its launch included, below 
          {"tokens": (127, 16384), "dims": (80, 80)}),
         (BELOW.format("forward", "512", 64, "511"), {"tokens": (511, 511)}),
         (BELOW.format("backward", "512", 128, "511"), {"tokens": (511, 511), "dims": (128, 128), "backward": True}),
-        ("the portable forward is faster at D = 64 where a query sees more than 5,120 keys on average; got 8,192",
-         {"keys": 8192.0}),
     ],
 )  # fmt: skip
 def test_where_the_portable_kernels_are_faster_they_are_chosen(reason, change):
     assert support.refuses(HALF._replace(**change)) is None and support.yields(HALF._replace(**change)) == reason
 
 
-@pytest.mark.parametrize(
-    "bias",
-    [{"changes": ("key_bias",)}, {"changes": ("bias",), "pairs": PairBias(torch.bfloat16, True, False)}],
-    ids=["of keys", "of pairs"],
-)
-def test_with_a_bias_long_rows_are_theirs(bias):
-    asked = HALF._replace(keys=8192.0, **bias)
-    assert support.refuses(asked) is None and support.yields(asked) is None
+@pytest.mark.parametrize("changes", [(), ("key_bias",)])
+def test_so_are_long_rows(changes):
+    assert support.yields(HALF._replace(keys=8192.0, changes=changes)) is None
 
 
 def test_an_interpreter_is_refused(monkeypatch):
@@ -237,11 +230,11 @@ def test_explain_says_what_they_walk():
 
 
 def test_each_pass_is_served_by_the_faster_kernels():
-    q = torch.empty(2, 4, 16_384, 64, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(2, 4, 16_384, 32, dtype=torch.bfloat16, device="meta")
     mask = masks.causal(16_384, block=128)
     found = explain(q, q, q, mask, capability=(9, 0))
     assert (found.forward.family, found.backward.family) == ("portable", "hopper")
-    assert dict(found.forward.refusals)["hopper"].startswith("the portable forward is faster at D = 64")
+    assert dict(found.forward.refusals)["hopper"].startswith("the portable forward is")
     assert [each.kernel for each in found.kernels] == ["forward", "dk, dv and dq"]
     assert "forward: portable kernels\n  not hopper: the portable forward" in str(found)
     found = explain(q, q, q, mask, capability=(9, 0), backend="triton")

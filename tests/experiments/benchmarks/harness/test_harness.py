@@ -9,6 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
 from experiments.benchmarks import __main__ as command
 from experiments.benchmarks.__main__ import module_of, names
@@ -209,6 +210,24 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     assert "calls, compile, decode" in listed.stdout
     refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
     assert refused.returncode == 1 and "the benchmark must be from calls, compile" in refused.stderr
+
+
+@pytest.mark.parametrize("name", names())
+def test_help_names_and_explains_every_option(name):
+    app = import_module(module_of(name)).app
+
+    def check(command, path):
+        shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80"}).stdout
+        for each in command.params:
+            if each.param_type_name == "option" and not each.hidden:
+                assert each.help, each.name
+                assert all(option in shown for option in (*each.opts, *each.secondary_opts))
+        for part, of_part in getattr(command, "commands", {}).items():
+            if not of_part.hidden:
+                assert of_part.help, part
+                check(of_part, [*path, part])
+
+    check(typer.main.get_command(app), [])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,18 @@
+"""Products in the dtype of their inputs, also under autocast."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Disables autocast on a device; on meta tensors, for which PyTorch has none, it does nothing.
+
+    >>> x = torch.ones(2, 2)
+    >>> with torch.autocast("cpu", torch.bfloat16), without_autocast(x.device):
+    ...     (x @ x).dtype
+    torch.float32
+    """
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
