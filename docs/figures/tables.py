@@ -166,7 +166,7 @@ TABLES = {
          "1,024 tokens before": "grouped/right-blocks-of-sentence-1024-back",
          "generation": "grouped-generate/1x32768/tokens", "16 at once": "grouped-generate/16x32768/tokens"},
         {"dense": "dense", "MSA": "msa"}, "lm/{row}/32768-{column}", "32,768 tokens", "none",
-        "One seed. Right block: how often a choice held a sentence that had been read before.",
+        "One seed. Right block: how often a choice held a sentence read before.",
     ),
     "recall": Table(
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
