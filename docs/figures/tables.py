@@ -22,6 +22,8 @@ _CHANGES = {"`sink`, learned": "sink", "`alibi`, fixed": "fixed_alibi", "`alibi`
 _MADE = {"CPU time": "cpu", "peak memory": "peak", "the mask": "size"}
 _PACKED = {"`masks.causal`": "causal", "`None`": "dense", "`partial(masks.local, window=65, causal=True)`": "window",
            "a rule": "rule", "a function of the length": "function", "`masks.butterfly`": "butterfly"}  # fmt: skip
+_IDEAS = {"`NativeSparseAttention`": "NSA", "`MixtureOfBlocks`": "MoBA", "`BlockSelection`": "MSA",
+          "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"}  # fmt: skip
 _SPEED = "speed/{row}/{column}"
 _GENERATE = "generate/{row}/{column}"
 _TRANSFORMERS = "huggingface/{row}"
@@ -73,8 +75,6 @@ TABLES = {
             "dense, 16K, 32 heads, D=64": "dense-16k-d64/64",
             "window 1,024, 16K, D=64": "window-1024-16k-d64/64",
             "window 1,024, 16K, D=256": "window-1024-16k-d256/256",
-            "image of 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64",
-            "video of 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64",
             "Longformer, window 512, 16K, D=64": "longformer-16k/64",
         },
         _beside("sparseflash"), "", "workload", "none", "none: as above.",
@@ -86,9 +86,12 @@ TABLES = {
         {label: f"{request} @ h200-head-dims" for label, request in _beside("sparseflash").items()}, "", "workload",
         "none", "none: FlashAttention-4's gradients were wrong.",
     ),
-    "deepseek": Table(
-        {"queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
-        _beside("sparseflash-hopper"), "", "causal, 8,192 tokens, 16 heads",
+    "shapes": Table(
+        {"causal, 8K, queries and keys D=192, values D=128": "deepseek-causal-8k/192",
+         "image of 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64",
+         "video of 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64"},
+        {label: f"{request} @ h200-shapes" for label, request in _beside("sparseflash").items()}, "", "workload",
+        "none", "none: as above.",
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
@@ -157,12 +160,13 @@ TABLES = {
         "context, mask", note="One seed.",
     ),
     "lm-chosen": Table(
-        {"validation loss a token": "loss", "loss on other authors": "test-loss", "trained on": "tokens",
-         "time": "minutes", "speed": "speed"},
-        {"dense, 50 steps": "lm/novels-50-steps/{row}/32768-dense",
-         "MSA, 50 steps": "lm/novels-50-steps/{row}/32768-msa",
-         "MSA, dense's minutes": "lm/novels-1.25-minutes/{row}/32768-msa"},
-        "", "32,768 tokens", "not tested", "One seed.",
+        {"training": "grouped/speed", "time": "grouped/minutes", "loss on other authors": "grouped/test-loss",
+         "validation loss": "grouped/loss", "after 9.4 million tokens": "grouped/loss-at-equal-tokens",
+         "right block, 512 tokens before": "grouped/right-blocks-of-sentence-512-back",
+         "1,024 tokens before": "grouped/right-blocks-of-sentence-1024-back",
+         "generation": "grouped-generate/1x32768/tokens", "16 at once": "grouped-generate/16x32768/tokens"},
+        {"dense": "dense", "MSA": "msa"}, "lm/{row}/32768-{column}", "32,768 tokens", "none",
+        "One seed. Right block: how often a choice held a sentence read before.",
     ),
     "recall": Table(
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
@@ -171,20 +175,21 @@ TABLES = {
         "", "right answers", note="± is the standard deviation of three runs; a figure without ± is one run.",
     ),
     "ideas": Table(
-        {"`NativeSparseAttention`": "NSA", "`MixtureOfBlocks`": "MoBA", "`BlockSelection`": "MSA",
-         "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"},
+        _IDEAS,
         {f"{tokens:,} tokens, {label}":
              f"selection/{{row}}/{tokens}/{passed}/sdpa / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
          for tokens in (8192, 16_384, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
         "", "speed over dense attention's (SDPA)", "not run",
         "Attention of the layer alone in its paper's sizes, its choice included, with random inputs.",
     ),
-    "ideas-newer": Table(
-        {"`NativeSparseAttention`": "NSA", "`MixtureOfBlocks`": "MoBA", "`BlockSelection`": "MSA",
-         "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"},
-        {f"{tokens:,} tokens, {label}": f"selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas-newer"
-         for tokens in (8192, 16_384) for label, passed in (("forward", "forward"), ("both passes", "both"))},
-        "", "time of the layer's attention", "not run",
+    "ideas-fa4": Table(
+        {label: name for label, name in _IDEAS.items() if name != "DSA"},
+        {f"{label}{graph}":
+             f"selection/{{row}}/8192/{passed}/fa4 / selection/{{row}}/8192/{passed}/{way} @ h200-ideas-fa4"
+         for graph, way in (("", "sparseflash"), (", in a CUDA graph", "sparseflash-recorded"))
+         for label, passed in (("forward", "forward"), ("both passes", "both"))},
+        "", "speed over FlashAttention-4's at 8,192 tokens", "none",
+        "none: FlashAttention-4's backward refuses values of another width than the keys' in groups of heads.",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},

@@ -3,5 +3,5 @@
     python -m docs.pictures            # all of them, into docs/pages/images
     python -m docs.pictures speed      # some of them
 
-`speed` draws stored measurements (experiments/results/speed), `patterns` masks, `kernels` how kernels work.
+`speed` and `selection` draw stored measurements (experiments/results), `patterns` masks, `kernels` how kernels work.
 """

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from docs.pictures import kernels, patterns, speed, summary
+from docs.pictures import kernels, patterns, selection, speed, summary
 
 IMAGES = Path(__file__).resolve().parents[1] / "pages" / "images"
-FIGURES = {**summary.FIGURES, **speed.FIGURES, **patterns.FIGURES, **kernels.FIGURES}
+FIGURES = {**summary.FIGURES, **speed.FIGURES, **selection.FIGURES, **patterns.FIGURES, **kernels.FIGURES}
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -215,3 +215,20 @@ def test_the_speed_figure_has_the_stored_times_of_both_runs():
     for place, direction, peer in ((0, "forward", "sparseflash"), (1, "backward", "fa4")):
         dense = speed.timed(stored()["speed/h200"], 128, direction, peer)["dense"]
         assert lines[place, speed.PEERS[peer][0]][-1] == dense.settings["flops"] / dense.value / 1e9
+
+
+def test_the_picture_of_layers_has_the_stored_ratio_at_each_measured_length():
+    from docs.figures.store import stored
+    from docs.pictures import selection
+
+    ms = {each.name: each.value for each in stored()[selection.RUN].measurements}
+    figure = selection.speed_over_length()
+    for axis, passed in zip(figure.axes, ("forward", "both"), strict=True):
+        lines = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in axis.lines}
+        for layer, (name, *_) in selection.LAYERS.items():
+            start = f"selection/{layer}/"
+            measured = {key.split("/")[2] for key in ms if key.startswith(start) and key.endswith(f"{passed}/sdpa")}
+            assert lines[name].keys() == {int(tokens) for tokens in measured}
+            assert {8192, 65_536} <= lines[name].keys()
+            first = f"{start}8192/{passed}"
+            assert lines[name][8192] == ms[f"{first}/sdpa"] / ms[f"{first}/sparseflash"]

@@ -126,7 +126,6 @@ WORKLOADS = (
     *(_workload(f"dense-4k-d{dim}", "dense", 4096, 16, dim, 2) for dim in (32, 64, 72, 80, 96, 128, 192, 256)),
     *(_workload(f"window-1024-16k-d{dim}", "window", 16384, 16, dim, sizes=(1024,)) for dim in (64, 128, 256)),
     _workload("deepseek-causal-8k", "causal", 8192, 16, 192, v_dim=128),
-    _workload("latent-causal-4k", "causal", 4096, 16, 576, kv_heads=1, v_dim=512, passes=(FORWARD,)),
     *(_workload(f"{kind}-16k-d64", kind, 16384, 32, 64) for kind in ("dense", "causal")),
     _workload("image-128-window-13", "image", 16384, 16, 64, sizes=(128, 13)),
     _workload("video-32-window-9", "video", 32768, 16, 64, sizes=(32, 9)),
