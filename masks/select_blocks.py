@@ -57,7 +57,8 @@ def select_blocks(
         for each key head), of `BlockMask.from_block_index`, and of `selected_keys`.
 
     On a GPU one kernel walks the keys with the best blocks so far in registers, so memory is that of the lists. Lists
-    of more than 128 blocks are chosen from the scores of all blocks of some rows at a time. Equal inputs give equal
+    of more than 128 blocks, and those of up to 16 queries of 2,048 keys or more, are chosen from the scores of all
+    blocks of some rows at a time. Equal inputs give equal
     lists. In half precision scores are summed in fp32. No gradient flows through the choice; for the scores of chosen
     tokens with gradients see `selected_tokens.token_scores`.
 
@@ -94,23 +95,24 @@ def select_blocks(
     return lists_of(q, k, of, top_k, factor, bounds)
 
 
-def lists_of(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None = None) -> Tensor:
+def lists_of(
+    q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None = None, *, in_order: bool = True
+) -> Tensor:  # fmt: skip
     """The lists of `select_blocks`, of rows q and columns k.
 
     bounds: int32 `[2, rows]`, where the document of each row begins and ends, in keys; or None.
+    in_order: in descending order of scores; otherwise in any order, with -1 at the end.
     """
     with torch.no_grad(), without_autocast(q.device):
         if fused.serves(q, 1, 1) and q.dtype in fused.DTYPES and q.dtype == k.dtype and q.shape[3] <= 256:
             # These import Triton.
-            from sparseflash.masks.fused.select import fits
-
-            if top_k <= fused.LONGEST_LIST:
-                from sparseflash.masks.fused.select import lists_of_blocks as lists
-            else:
-                from sparseflash.masks.fused.block_scores import long_lists_of_blocks as lists
+            from sparseflash.masks.fused.block_scores import lists_by_scores
+            from sparseflash.masks.fused.select import fits, is_long_walk, lists_of_blocks
 
             if fits(q, of):
-                return lists(q, k, of, top_k, factor, bounds)
+                if top_k > fused.LONGEST_LIST or is_long_walk(q, k):
+                    return lists_by_scores(q, k, of, top_k, factor, bounds, in_order)
+                return lists_of_blocks(q, k, of, top_k, factor, bounds)
         return _by_operations(q, k, of, top_k, factor, bounds)
 
 

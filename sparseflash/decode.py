@@ -14,7 +14,7 @@ from sparseflash.backends.triton import native
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import integer
 from sparseflash.blockmask.cache import BoundedDict
-from sparseflash.decode_checks import checked_cache, checked_choice
+from sparseflash.decode_checks import checked_cache, checked_choice, once
 from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, Sizes, scores_of
 from sparseflash.scores.grids import Grid
@@ -140,45 +140,10 @@ def attention_with_cache(
     """
     if others:
         refuse(others, "attention_with_cache", _REMEDIES)
-    tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, splits)
-    # The layout of a call does not show whether a choice has been made before or a mask has changed.
-    key = _key(tensors, numbers, scale, backend) if mask is None and pages is None else None
-    call = None if key is None or scores is not None else _calls.get(key)
-    if call is not None:
-        out, lse = call(*tensors, None)
-        return (out, lse) if return_lse else out
-    of = checked_cache(q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask)
-    if scores is not None:
-        of = replace(of, changes=_prepared(scores_of(scores), q, of.capacity(k_cache)))
-    scale = checked_scale(scale, q.shape[-1])
-    if splits is not None and integer(splits, "splits", "") < 1:
-        raise ValueError(f"splits must be at least 1; got {splits}.")
-    if backend is None:
-        backend = "triton" if q.device.type == "cuda" else "reference"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
-    if backend == "reference":
-        out, lse = cached.attention(q, k_cache, v_cache, of, scale)
-        return (out, lse) if return_lse else out
-    if q.dtype == torch.float64:
-        raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
-    from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
-
-    changes = of.changes
-    if changes is not None and (divided := changes.find("temperature")) is not None:
-        q, changes, key = divided.applied_to(q), changes.without("temperature"), None
-        of = replace(of, changes=changes if changes.changes else None)
-    elif changes is not None and key is not None:
-        key = *key, changes.described(), *((x.shape, x.stride(), x.dtype) for x in changes.tensors())
-        call = _calls.get(key)
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    if call is None:
-        if scale < 0:
-            q, scale = -q, -scale
-        call = api.Call(q, k_cache, v_cache, of, scale, splits)
-        if key is not None:
-            _calls[key] = call
-    out, lse = call(q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, of.changes)
+    out, lse = _attended(
+        q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask, scores, scale, splits,
+        backend,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -197,6 +162,65 @@ _REMEDIES = {
     "window_size": "pass window=, the number of keys that a query sees, itself included",
 }
 without_others(attention_with_cache)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attention_to_pages(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, pages: Tensor, *, page: int, scale: float | None,
+    backend: Backend | None,
+) -> Tensor:  # fmt: skip
+    """`attention_with_cache` for contiguous lists of pages without repetitions, for which it would look."""
+    return _attended(
+        q, k_cache, v_cache, lengths, None, None, None, 0, pages, page, None, None, scale, None, backend, distinct=True
+    )[0]  # fmt: skip
+
+
+def _attended(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, block_table: Tensor | None, starts: Tensor | None,
+    window: int | None, sinks: int, pages: Tensor | None, page: int | None, mask: BlockMask | None,
+    scores: Scores | Change | None, scale: float | None, splits: int | None, backend: Backend | None,
+    distinct: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table, pages), (window, sinks, page, splits)
+    # The layout of a call does not show whether a mask has changed.
+    key = _key(tensors, numbers, scale, backend) if mask is None else None
+    call = None if key is None or scores is not None else _calls.get(key)
+    if call is not None:
+        found: tuple[Tensor, Tensor] = call(*tensors[:6], pages if pages is None or distinct else once(pages))
+        return found
+    of = checked_cache(
+        q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask, distinct=distinct
+    )  # fmt: skip
+    if scores is not None:
+        of = replace(of, changes=_prepared(scores_of(scores), q, of.capacity(k_cache)))
+    scale = checked_scale(scale, q.shape[-1])
+    if splits is not None and integer(splits, "splits", "") < 1:
+        raise ValueError(f"splits must be at least 1; got {splits}.")
+    if backend is None:
+        backend = "triton" if q.device.type == "cuda" else "reference"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, or None; got {backend!r}.")
+    if backend == "reference":
+        return cached.attention(q, k_cache, v_cache, of, scale)
+    if q.dtype == torch.float64:
+        raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
+    from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
+
+    changes = of.changes
+    if changes is not None and (divided := changes.find("temperature")) is not None:
+        q, changes, key = divided.applied_to(q), changes.without("temperature"), None
+        of = replace(of, changes=changes if changes.changes else None)
+    elif changes is not None and key is not None:
+        key = *key, changes.described(), *((x.shape, x.stride(), x.dtype) for x in changes.tensors())
+        call = _calls.get(key)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if call is None:
+        if scale < 0:
+            q, scale = -q, -scale
+        call = api.Call(q, k_cache, v_cache, of, scale, splits)
+        if key is not None:
+            _calls[key] = call
+    return call(q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, of.changes)
 
 
 def _prepared(changes: Scores, q: Tensor, room: int) -> Scores | None:
@@ -248,7 +272,7 @@ def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend
         return None
     if q.stride(-1) != 1 or not (table is None or table.is_contiguous()):  # which are copied first
         return None
-    return layouts, tensors[4] is None, table is None, *numbers, scale
+    return layouts, *(x is None for x in tensors[4:]), *numbers, scale
 
 
 def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k: int, page: int) -> Tensor:

@@ -43,9 +43,12 @@ def checked_choice(q: Any, k_min: Any, k_max: Any, lengths: Any) -> Tensor:
 
 def checked_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, block_table: Any, starts: Any, window: Any, sinks: Any,
-    pages: Any, page: Any, mask: Any,
+    pages: Any, page: Any, mask: Any, *, distinct: bool = False,
 ) -> Cached:  # fmt: skip
-    """Which keys of the cache are live; raises TypeError or ValueError unless the arguments fit together."""
+    """Which keys of the cache are live; raises TypeError or ValueError unless the arguments fit together.
+
+    distinct: no page is listed twice, and the lists are contiguous.
+    """
     dense_tensor(q, "q")
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
@@ -102,7 +105,7 @@ def checked_cache(
         _sized(pages, "pages", (batch, kv_heads, pages.shape[2]))
         if mask is not None:
             raise ValueError("pages must not be given with a mask; got both.")
-        pages = _once(pages)
+        pages = pages if distinct else once(pages)
     if table is not None:
         table = table.contiguous()
     of = Cached(lengths, starts, page=page or 0, block_table=table, pages=pages, mask=mask)
@@ -156,7 +159,7 @@ def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     return value
 
 
-def _once(pages: Tensor) -> Tensor:
+def once(pages: Tensor) -> Tensor:
     """The chosen pages, each once, and -1 in place of repetitions."""
     if pages.dtype != torch.int32:  # int64 would name other pages in 32 bits
         pages = pages.long()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, clear_caches, masks, scores, testing
 from sparseflash.backends.triton.decode import api
-from sparseflash.decode import attention_with_cache, choose_pages
+from sparseflash.decode import attention_to_pages, attention_with_cache, choose_pages
 from sparseflash.scores.change import Scores
 from tests.compiling.uninterpreted import python
 from tests.drawn.masks import SEEDS
@@ -491,6 +491,43 @@ def test_calls_of_one_layout_are_prepared_once_and_read_what_each_is_given(monke
     monkeypatch.setattr(api.Call, "__init__", lambda self, *given: (prepared.append(self), prepare(self, *given))[1])
     assert all(torch.equal(decoded(seed), expected[seed]) for seed in range(3))
     assert len(prepared) == made
+
+
+def test_calls_with_chosen_pages_are_prepared_once_and_read_what_each_is_given(monkeypatch):
+    def decoded(seed, pages, **how):
+        g = generator(seed)
+        q, (k, v) = torch.randn(2, 4, 1, 16, generator=g).half(), torch.randn(2, 2, 2, 64, 16, generator=g).half()
+        given = torch.tensor(pages, dtype=torch.int32).expand(2, 2, -1).contiguous()
+        return attention_with_cache(q, k, v, torch.tensor([64, 50]), pages=given, page=16, backend="triton", **how)
+
+    choices = [(0, (3, 1, 0)), (1, (2, 2, 0)), (2, (0, -1, 3)), (2, (0, 0, 0))]
+    expected = []
+    for seed, pages in choices:
+        clear_caches()
+        expected.append(decoded(seed, pages))
+    clear_caches()
+    prepared, prepare = [], api.Call.__init__
+    monkeypatch.setattr(api.Call, "__init__", lambda self, *given: (prepared.append(self), prepare(self, *given))[1])
+    for (seed, pages), wanted in zip(choices, expected, strict=True):
+        assert torch.equal(decoded(seed, pages), wanted)
+    assert len(prepared) == 1
+    decoded(0, (3, 1))  # another number of pages
+    assert len(prepared) == 2
+    with pytest.raises(ValueError, match="page must be given with pages"):
+        attention_with_cache(Q.half(), K.half(), K.half(), L, pages=P, backend="triton")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_that_are_listed_once_are_not_looked_through(backend):
+    g = generator(0)
+    q, (k, v) = torch.randn(2, 4, 1, 16, generator=g), torch.randn(2, 2, 2, 64, 16, generator=g)
+    lengths, pages = torch.tensor([64, 50]), torch.tensor([[3, 1, -1], [2, 0, -1]], dtype=torch.int32)
+    pages = pages.expand(2, 2, 3).contiguous()  # in the order in which repetitions are looked for
+    want = attention_with_cache(q, k, v, lengths, pages=pages, page=16, backend=backend)
+    got = attention_to_pages(q, k, v, lengths, pages, page=16, scale=None, backend=backend)
+    assert torch.equal(got, want)
+    other = attention_to_pages(q, k, v, lengths, pages.flip(2), page=16, scale=None, backend=backend)
+    torch.testing.assert_close(other, want)
 
 
 def beside_alignment(x):

@@ -1,4 +1,6 @@
-"""The scores of all blocks of some lists of `select_blocks`, for lists too long for registers."""
+"""The scores of all blocks of some lists of `select_blocks`: for lists too long for registers, and for few queries of
+many keys, which are shared by many programs.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ if TYPE_CHECKING:
 _AT_ONCE = 1 << 26  # scores in memory together
 
 
-def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None) -> Tensor:
-    """int32 `[B, Hq, lists, top_k]`, as `lists_of_blocks`, for any `top_k`: some lists at a time."""
+def lists_by_scores(
+    q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None, in_order: bool
+) -> Tensor:  # fmt: skip
+    """int32 `[B, Hq, lists, top_k]`, as `lists_of_blocks`, for any `top_k`: some lists at a time.
+
+    in_order: by score; otherwise by number, which saves a sort.
+    """
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     batch, heads, rows, _ = q.shape
     block_n = columns_of_a_tile(q, of)
     constants = constants_of(q, k, of, bounds, max(of.rows, 64), block_n)
     index = torch.empty(batch * heads, of.lists, top_k, dtype=torch.int32, device=q.device)
-    ordered = torch.empty_like(index)
     begins = torch.zeros(of.lists, dtype=torch.int32, device=q.device)
     stops = torch.full_like(begins, of.blocks)
     tile = constants.block_m // of.rows  # lists
@@ -46,11 +52,12 @@ def long_lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: 
             of.blocks, of.sinks, of.near, factor, *q.stride()[:3], *k.stride()[:3], *constants,
         )  # fmt: skip
         write_largest(scores, begins, stops, index, start)
-        part = index[:, start : start + count]
-        found = scores.gather(2, part.clamp(min=0).long()).masked_fill(part < 0, -torch.inf)
-        order = found.sort(dim=2, descending=True, stable=True).indices
-        ordered[:, start : start + count] = part.gather(2, order)
-    return ordered.view(batch, heads, of.lists, top_k)
+        if in_order:
+            part = index[:, start : start + count]
+            found = scores.gather(2, part.clamp(min=0).long()).masked_fill(part < 0, -torch.inf)
+            order = found.sort(dim=2, descending=True, stable=True).indices
+            index[:, start : start + count] = part.gather(2, order)
+    return index.view(batch, heads, of.lists, top_k)
 
 
 @triton.jit(

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _NONE = tl.constexpr(-(2**63))  # no block
 _LAST = tl.constexpr(2**31 - 1)
 _FEW = 16  # blocks of a list, which are taken one by one: a sort of a tile of 64 columns has 28 steps
+# So few rows are one tile, whose program would walk so many columns alone, one tile of them after the other.
+_FEW_ROWS, _MANY_COLUMNS = 16, 2048
 
 
 class Constants(NamedTuple):
@@ -68,6 +70,11 @@ def fits(q: Tensor, of: Columns) -> bool:
     tokens = max(of.rows, _most_rows(q)) + columns_of_a_tile(q, of)
     needed = tokens * max(16, 1 << (q.shape[3] - 1).bit_length()) * size
     return needed <= architecture_of(capability_of(q.device)).shared_memory
+
+
+def is_long_walk(q: Tensor, k: Tensor) -> bool:
+    """Whether few rows choose among many columns, as new tokens after a cache do."""
+    return q.shape[2] <= _FEW_ROWS and k.shape[2] >= _MANY_COLUMNS
 
 
 def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float, bounds: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.attention import Backend, attention, in_one_dtype
 from sparseflash.backends.chosen_blocks import block_attention, serves
 from sparseflash.decode import Backend as Decoder
-from sparseflash.decode import attention_with_cache
+from sparseflash.decode import attention_to_pages, attention_with_cache
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.chosen_keys import selected_keys
 from sparseflash.selected_tokens import token_attention
@@ -112,15 +112,13 @@ def _with_cache(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, frame: Frame, how: How, span: int
 ) -> Tensor:  # fmt: skip
     assert frame.lengths is not None
-    kv_heads = k.shape[1]
-    turns = index.shape[1] // kv_heads
-    of_turn = q.unflatten(1, (kv_heads, turns, -1))  # [B, Hkv, turns, heads, 1, D]
-    pages = index.squeeze(2).unflatten(1, (kv_heads, turns))
-    outs = [
-        attention_with_cache(
-            of_turn[:, :, turn].flatten(1, 2), k, v, frame.lengths, pages=pages[:, :, turn], page=span, scale=how.scale,
-            backend=how.decoder,
-        ).unflatten(1, (kv_heads, -1))
-        for turn in range(turns)
-    ]  # fmt: skip
-    return torch.stack(outs, 2).flatten(1, 3)
+    (batch, kv_heads), lists, lengths = k.shape[:2], index.shape[1], frame.lengths
+    if lists > kv_heads:  # each list has a key head of its own, which is the same memory
+        turns = lists // kv_heads
+        q, index = (x.reshape(batch * kv_heads, -1, *x.shape[2:]) for x in (q, index))
+        k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, turns, -1, -1) for x in (k, v))
+        lengths = lengths.unsqueeze(1).expand(-1, kv_heads).flatten()
+    out: Tensor = attention_to_pages(
+        q, k, v, lengths, index.squeeze(2).contiguous(), page=span, scale=how.scale, backend=how.decoder
+    )
+    return out.view(batch, -1, *out.shape[2:])

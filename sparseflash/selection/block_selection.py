@@ -15,7 +15,7 @@ from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
-from sparseflash.selection.layer import checked_power, normalised
+from sparseflash.selection.layer import checked_power
 
 
 class BlockSelection(IndexedLayer):
@@ -78,12 +78,9 @@ class BlockSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        index_q = self.index_queries(x, frame, self.index_norm_q)
-        new = torch.arange(frame.start, frame.k_len, device=x.device)
-        index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
-        index_k = frame.joined(index_k)
-        if cache is not None:
-            index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
+        rotation = self.index_rotation(frame)
+        index_q = self.index_queries(x, rotation, self.index_norm_q)
+        index_k = self.index_keys(x, rotation, self.index_norm_k, frame, cache)
         index = self.choice(index_q, index_k, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, index_q, index_k, index, frame)
@@ -92,7 +89,7 @@ class BlockSelection(IndexedLayer):
     def choice(self, index_q: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, chosen]`."""
         of = Columns(1, 1, self.block, 1, frame.q_len, frame.k_len, True, self.first, 1)
-        return lists_of(index_q, index_k, of, self.chosen, 1.0, frame.bounds)
+        return lists_of(index_q, index_k, of, self.chosen, 1.0, frame.bounds, in_order=False)
 
     def distillation(
         self, q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, index: Tensor, frame: Frame

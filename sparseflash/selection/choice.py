@@ -34,10 +34,11 @@ def candidates_of(frame: Frame, span: int, *, step: int | None = None, whole: bo
     whole: only blocks that have ended, not the one that the query is in.
     """
     step = span if step is None else step
-    place, begin = frame.places(slice(None)).squeeze(1), frame.firsts(slice(None)).squeeze(1)
-    last = place + 1 - span if whole else place
-    stops = last.div(step, rounding_mode="floor") + 1
-    return Candidates((begin // step).to(torch.int32), stops.clamp(min=0).to(torch.int32))
+    beyond = step + 1 - span if whole else step
+    ends = torch.arange(frame.start + beyond, frame.k_len + beyond, device=frame.device)
+    stops = ends.div(step, rounding_mode="floor").clamp(min=0).to(torch.int32)
+    begins = torch.zeros_like(stops) if frame.packing is None else (frame.packing.firsts // step).to(torch.int32)
+    return Candidates(begins, stops)
 
 
 @torch.no_grad()

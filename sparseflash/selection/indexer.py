@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash.blockmask.arguments import check_at_least_one
-from sparseflash.nn.rotary import Rotary, rotate
+from sparseflash.nn.rotary import Rotary, Rotation, rotate
 from sparseflash.selected_tokens import token_scores
+from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.choice import chunks, tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.layer import SelectionLayer, normalised
@@ -59,16 +60,26 @@ class IndexedLayer(SelectionLayer):
         # Not the loss of an earlier call, also where no token comes.
         self.loss = torch.zeros((), device=self.index_k.weight.device) if self.teaches else None
 
-    def index_queries(self, x: Tensor, frame: Frame, norm: nn.RMSNorm | None = None) -> Tensor:
+    def index_rotation(self, frame: Frame, places: Tensor | None = None) -> Rotation | None:
+        """The rotation of the indexer's queries or keys at these places; by default, of the new tokens."""
+        if self.index_rotary is None:
+            return None
+        places = torch.arange(frame.start, frame.k_len, device=frame.device) if places is None else places
+        found: Rotation = self.index_rotary(frame.positions(places))
+        return found
+
+    def index_queries(self, x: Tensor, rotation: Rotation | None, norm: nn.RMSNorm | None = None) -> Tensor:
         """The indexer's queries `[B, Hi, N, d]`, rotated."""
         q = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
-        return self.rotated(
-            q if norm is None else normalised(q, norm), frame, torch.arange(frame.start, frame.k_len, device=x.device)
-        )
+        return rotated(q if norm is None else normalised(q, norm), rotation)
 
-    def rotated(self, x: Tensor, frame: Frame, places: Tensor) -> Tensor:
-        """The indexer's queries or keys `[B, H, n, d]` at these places, rotated."""
-        return x if self.index_rotary is None else rotate(x, self.index_rotary(frame.positions(places)))
+    def index_keys(
+        self, x: Tensor, rotation: Rotation | None, norm: nn.RMSNorm | nn.LayerNorm, frame: Frame,
+        cache: SelectionCache | None,
+    ) -> Tensor:  # fmt: skip
+        """The indexer's keys `[B, 1, Nk, d]`, rotated: those of x behind those of earlier tokens, which are kept."""
+        k = frame.joined(rotated(normalised(self.index_k(x.detach()), norm).unsqueeze(1), rotation))
+        return k if cache is None else cache.write("index_k", frame.start, k)[:, :, : frame.k_len]
 
     @property
     def teaches(self) -> bool:
@@ -129,3 +140,8 @@ class IndexedLayer(SelectionLayer):
 
         parts = [checkpoint(of_chunk, rows[part], use_reentrant=False) for part in chunks(len(rows), per_row)]
         return torch.stack(parts).sum() / len(rows) * frame.share
+
+
+def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
+    """x, rotated if there is a rotation."""
+    return x if rotation is None else rotate(x, rotation)

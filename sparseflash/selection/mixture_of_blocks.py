@@ -75,4 +75,4 @@ class MixtureOfBlocks(SelectionLayer):
         whole, blocks = ended(frame.k_len, self.block, self.block), -(-frame.k_len // self.block)
         means = F.pad(means[:, :, :whole], (0, 0, 0, blocks - whole))  # a block that has not ended is the query's own
         of = Columns(1, 1, 1, self.block, frame.q_len, frame.k_len, True, 0, 1)
-        return lists_of(q, means, of, self.chosen, 1.0, frame.bounds)
+        return lists_of(q, means, of, self.chosen, 1.0, frame.bounds, in_order=False)

@@ -12,7 +12,7 @@ from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
 from sparseflash.selection.choice import best_blocks, by_operations, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
-from sparseflash.selection.indexer import IndexedLayer, Teach
+from sparseflash.selection.indexer import IndexedLayer, Teach, rotated
 from sparseflash.selection.layer import checked_power, normalised
 
 
@@ -74,13 +74,13 @@ class SpanSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        index_q = self.index_queries(x, frame, self.index_norm_q)
+        index_q = self.index_queries(x, self.index_rotation(frame), self.index_norm_q)
         index_k = frame.joined(self.index_k(x.detach()).unsqueeze(1))
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)
         spans = of_blocks(
-            lambda y, places: self.rotated(normalised(y.mean(3), self.index_norm_k), frame, places), index_k, frame,
-            cache, "spans", span=self.span, step=self.span,
+            lambda y, places: rotated(normalised(y.mean(3), self.index_norm_k), self.index_rotation(frame, places)),
+            index_k, frame, cache, "spans", span=self.span, step=self.span,
         )[:, :, : ended(frame.k_len, self.span, self.span)]  # fmt: skip
         index = self.choice(index_q, spans, frame)
         if self.teaches:

@@ -14,7 +14,6 @@ from sparseflash.selection.choice import best_blocks, by_operations, candidates_
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.indexer import IndexedLayer, Teach
 from sparseflash.selection.latent import Latent, LatentProjections
-from sparseflash.selection.layer import normalised
 
 
 class TokenSelection(IndexedLayer):
@@ -110,13 +109,10 @@ class TokenSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        index_q = self.index_queries(x if self._sizes is None else self.latent.query_latent(x), frame)
+        rotation = self.index_rotation(frame)
+        index_q = self.index_queries(x if self._sizes is None else self.latent.query_latent(x), rotation)
         weights = self.weights(x.detach()).transpose(1, 2) * (self.index_heads * self.index_dim) ** -0.5  # [B, Hi, N]
-        new = torch.arange(frame.start, frame.k_len, device=x.device)
-        index_k = self.rotated(normalised(self.index_k(x.detach()), self.index_norm_k).unsqueeze(1), frame, new)
-        index_k = frame.joined(index_k)
-        if cache is not None:
-            index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
+        index_k = self.index_keys(x, rotation, self.index_norm_k, frame, cache)
         index = self.choice(index_q, weights, index_k, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, (index_q, weights, index_k), index, frame)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from sparseflash import BlockMask, masks
 from sparseflash.grouped import selected_attention
 from sparseflash.masks import select_blocks
+from sparseflash.masks.select_blocks import lists_of
+from sparseflash.masks.tiling.columns import Columns
 from tests.drawn.masks import SEEDS
 from tests.masks.chosen_blocks import WAYS, by, generator
 
@@ -126,6 +128,29 @@ def test_long_lists_are_those_of_the_formula(way, q_len, k_len, span, top_k, cau
     assert torch.equal(got.long(), by_formula(q, k, **more, sinks=1, near=2))
 
 
+@few
+@given(
+    st.integers(1, 16), st.integers(1, 300), st.sampled_from([(1, 2, 1), (2, 2, 2)]), st.sampled_from([1, 1, 4, 128]),
+    st.sampled_from([1, 16, 128]), st.sampled_from([4, 9]), st.booleans(), st.integers(0, 1), st.integers(0, 1), SEEDS,
+)  # fmt: skip
+@example(1, 300, (2, 2, 2), 1, 128, 9, True, 1, 1, 0)  # one new token, more blocks than there are
+def test_few_queries_of_many_keys_have_the_lists_of_one_walk(
+    q_len, k_len, sizes, rows, span, top_k, causal, sinks, near, seed
+):
+    g, (batch, heads, kv_heads) = generator(seed), sizes
+    q, k = (torch.randint(-2, 3, (batch, h, n, 16), generator=g).half() for h, n in ((heads, q_len), (kv_heads, k_len)))
+    of = Columns(rows, 1, span, 1, q_len, k_len, causal, sinks, near)
+    select = importlib.import_module("sparseflash.masks.fused.select")
+    with by("kernels"):
+        walked = lists_of(q, k, of, top_k, 1.0)
+        with mock.patch.object(select, "_MANY_COLUMNS", 1):
+            shared = lists_of(q, k, of, top_k, 1.0)
+            unordered = lists_of(q, k, of, top_k, 1.0, in_order=False)
+    assert torch.equal(shared, walked)
+    by_number = torch.where(walked < 0, k_len, walked).sort(-1).values
+    assert torch.equal(unordered, by_number.masked_fill(by_number == k_len, -1))
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
 @pytest.mark.parametrize("way", ["operations", "kernels"])
 def test_minus_infinity_and_nan_are_never_chosen(way):
@@ -208,3 +233,14 @@ def test_the_best_blocks_are_those_of_the_formula_on_the_gpu(dtype, span, block_
     got = select_blocks(q.cuda(), k.cuda(), **given)
     assert torch.equal(got.cpu().long(), by_formula(q, k, **more, sinks=0, near=1, sums=sums))
     assert torch.equal(got, select_blocks(q.cuda(), k.cuda(), **given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_new_tokens_after_a_long_cache_choose_by_the_formula_on_the_gpu(dtype, q_len):
+    g = generator(0)
+    q, k = (torch.randint(-2, 3, (2, h, n, 64), generator=g).to(dtype) for h, n in ((2, q_len), (1, 3000)))
+    more = {"top_k": 5, "span": 128, "block_q": 1, "reduce": "max", "causal": True}
+    got = select_blocks(q.cuda(), k.cuda(), **more, scale=1.0, local_blocks=1)
+    assert torch.equal(got.cpu().long(), by_formula(q, k, **more, sinks=0, near=1))

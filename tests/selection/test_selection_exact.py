@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import selection
+from sparseflash.decode import attention_to_pages
+from sparseflash.selection import attending
 from tests.selection import papers
 from tests.selection.layers import (
     DIM,
@@ -128,6 +130,24 @@ def test_every_token_of_a_long_generation_is_right(kind):
         cache.truncate(61)  # drafts that were not accepted
         again = [layer(x[:, t : t + 1], cache=cache) for t in range(61, 100)]
     torch.testing.assert_close(torch.cat(again, 1), torch.cat(outs[57:], 1), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_after_a_cache_asks_for_its_attention_once(kind):
+    """Also where each query head chooses for itself."""
+    layer, x = example_of(kind, 8, 2).eval(), sequence(61, 5, batch=3)
+    calls = []
+
+    def counted(*given, **how):
+        calls.append(given[4].shape)
+        return attention_to_pages(*given, **how)
+
+    with torch.no_grad(), mock.patch.object(attending, "attention_to_pages", counted):
+        cache = layer.new_cache(3, 61)
+        outs = [layer(part, cache=cache) for part in x.split([57, 1, 2, 1], 1)]
+    torch.testing.assert_close(torch.cat(outs, 1), layer(x), rtol=1e-6, atol=1e-7)
+    lists = (6, 4) if kind == "MixtureOfBlocks" else (3, 2)
+    assert [shape[:2] for shape in calls] == [lists] * 2
 
 
 def test_the_papers_large_blocks_of_moba_are_chosen_and_cached():

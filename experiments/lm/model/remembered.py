@@ -46,7 +46,9 @@ class RememberedChoosing(Choosing):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         start, tokens, pairs = self.cache.length, x.shape[1], self.layer.pairs
-        self.cache.append(k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1))
+        if pairs > 1:
+            k, v = k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1)
+        self.cache.append(k, v)
         lengths = self.cache.lengths if tokens == 1 else None
         frame = Frame(start, tokens, x.device, lengths=lengths)
         room = slice(None) if tokens == 1 else slice(frame.k_len)
