@@ -172,9 +172,12 @@ FUNCTIONS = {
         [masks.butterfly(n, block=16), masks.local(n, window=9, block=32), masks.butterfly(n, block=16)]
     ),
     "heads of its length": lambda n: masks.per_head([masks.causal(n, block=16)] * (1 + n % 2)),
+    "heads that are equal at some lengths": lambda n: masks.per_head(
+        [masks.local(n, window=9, block=16), masks.local(n, window=9 + n % 2, block=16)]
+    ),
     "heads of heads": lambda n: masks.per_head([two_heads(n), masks.dense(n, block=16)]),
     "heads of another length": lambda n: _or_causal(
-        n, lambda: masks.per_head([masks.causal(n, block=16), masks.causal(n + n % 2, block=16)])
+        n, lambda: masks.per_head([masks.causal(n, block=16), masks.local(n + n % 2, window=9, block=16)])
     ),
     "heads that are read": lambda n: [m := two_heads(n), m.density][0],
     "its scores are read": lambda n: [m := masks.local(n, window=n // 2 + 1, block=16), m.density][0],
@@ -203,6 +206,7 @@ def _or_causal(n, make):
 @example([(40, 40), (41, 41)], "heads that are read")
 @example([(40, 40), (41, 41)], "heads of another length")
 @example([(40, 40), (41, 41)], "heads of heads")
+@example([(40, 40), (41, 41)], "heads that are equal at some lengths")
 @example([(40, 40), (41, 41)], "heads of its length")
 @example([(40, 40), (41, 41)], "heads of families")
 def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):
