@@ -151,6 +151,7 @@ FUNCTIONS = {
     ),
     "two options": lambda n: masks.butterfly(n, block=16, global_blocks=1 if n % 2 else 2),
     "a union": lambda n: masks.chunked(n, chunk=8, block=16) | masks.local(n, window=5, block=16),
+    "blocks of its length": lambda n: masks.local(n, window=3, block=16 if n % 2 else 32),
     "its mask is read": lambda n: masks.local(n, window=masks.causal(n, block=16).q_len // 3 + 1, block=16),
     "another length": lambda n: masks.causal(n + 1, block=16).crop(q=(0, n), k=(0, n)),
     "factors": lambda n: masks.butterfly(n, factors=min(1, (n - 1) // 16), block=16),
@@ -200,6 +201,7 @@ def _or_causal(n, make):
 @example([(40, 40), (41, 41)], "its length by name, last")
 @example([(40, 40), (16, 16)], "of few lengths")
 @example([(40, 40), (16, 16)], "a length below 1")
+@example([(40, 40), (41, 41)], "blocks of its length")
 @example([(40, 40), (41, 41)], "last queries")
 @example([(40, 40), (41, 41)], "marks apart")
 @example([(40, 40), (41, 41)], "two heads")
