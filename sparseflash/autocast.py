@@ -8,7 +8,7 @@ import torch
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Disables autocast on a device; on meta tensors, for which PyTorch has none, it does nothing.
+    """Disables autocast on a device. It does nothing on the meta device, where PyTorch has no autocast.
 
     >>> x = torch.ones(2, 2)
     >>> with torch.autocast("cpu", torch.bfloat16), without_autocast(x.device):

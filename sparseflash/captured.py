@@ -26,16 +26,16 @@ class Captured:
     >>> before.is_still(Captured(rule))
     False
 
-    Seen are numbers, texts, arrays and tensors in closures, defaults, arguments of `partial`, global variables,
-    containers, and attributes of objects and classes by the names that the functions use. What cannot be looked into
-    counts as changed if its type has no hash, as that of `deque`; of any other object the identity is seen. Tensors
-    may change in place, but for writes that PyTorch does not count, through `.data` or NumPy. What is given itself is
-    compared by its own equality.
+    It looks at numbers, strings, arrays and tensors in closures, defaults, arguments of `partial`, global variables and
+    containers, and at attributes of objects and classes whose names the functions use. It notices tensors that changed
+    in place, except by writes that PyTorch does not count, through `.data` or NumPy. Objects that it cannot look into
+    count as changed if they have no hash, as a `deque`; others are compared by identity. The functions that it is
+    given are compared by `==`.
     """
 
     def __init__(self, *held: Any) -> None:
         self._held = held
-        self._names: set[str] = set()  # that any of the functions uses: one may be given what another one captures
+        self._names: set[str] = set()  # used by any function: one may pass what it captures to another
         known = -1
         while known < len(self._names):
             known = len(self._names)

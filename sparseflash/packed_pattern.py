@@ -1,4 +1,4 @@
-"""What a function of a length makes of the lengths of packed sequences, found without computing its masks."""
+"""Finds which masks a function of the length makes for packed sequences, without computing them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from sparseflash.masks.streaming import a_shape, streaming
 from sparseflash.masks.tiling.spans import spans_of_heads
 from sparseflash.pattern import Pattern, of_lengths
 
-# The mask of n tokens begins that of more, unless one of these arguments, which the length limits or changes, is given.
+# A mask of n tokens is the first n rows and columns of a longer one, unless an argument in OF_ONE_LENGTH is given.
 NESTED: tuple[Any, ...] = (causal, dense, local, dilated, chunked, streaming, a_shape, strided, log_sparse, butterfly)
 _RECORDED = {each.__wrapped__: each for each in NESTED}
 OF_ONE_LENGTH = frozenset(("q_len", "k_len", "factors", "strides", "layer"))
-Found = partial[BlockMask] | list[Runs]  # the call of a family that all masks are made by, or the runs of each
+Found = partial[BlockMask] | list[Runs]  # the one call that makes all masks, or the runs of each mask
 FEW_LENGTHS = 64  # up to this many, asking a family for runs takes less time than cutting its longest mask
 
 
 def asked_for(pattern: Pattern, lengths: list[int]) -> tuple[list[Found], dict[tuple[int, int], BlockMask]]:
-    """What is known of each head, equal heads as one object, or nothing; then the masks of all lengths."""
+    """`(what was found of each head, {})`, where equal heads are one object; or `([], the masks by their sizes)`."""
     with recorded(_RECORDED, OF_ONE_LENGTH) as recording:
         masks = {(length, length): pattern(length) for length in lengths}
         heads = _heads_of(recording, list(masks.values()), lengths)

@@ -79,7 +79,7 @@ def is_rule(pattern: Pattern | None) -> bool:
         return False
     try:
         parameters = inspect.signature(pattern).parameters.values()
-    except ValueError:  # also of a `partial` with a name that its function does not have, which says so when called
+    except ValueError:  # also of a `partial` with an unknown keyword, which its function will name
         return not isinstance(pattern, partial) or is_rule(pattern.func)
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) > 2:

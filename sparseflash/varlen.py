@@ -264,7 +264,7 @@ def mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """0 for what this library defines."""
+    """A number that changes with anything that the pattern reads; 0 for patterns of this library."""
     defined: Any = pattern if isinstance(pattern, FunctionType) else type(pattern)
     if pattern is None or str(defined.__module__).startswith("sparseflash."):
         return 0
@@ -277,7 +277,7 @@ def _version(pattern: Pattern | None) -> int:
 def _made(
     q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block, may_ask: bool = True
 ) -> BlockMask:
-    """may_ask: whether a pattern may be asked for all masks at once, which is not worth it again for one of its own."""
+    """may_ask: False for a call that `asked_for` has found, about which it would find nothing more."""
     q_sizes, k_sizes = ([stop - start for start, stop in pairwise(sums)] for sums in (q_sums, k_sums))
     sizes = list(zip(q_sizes, k_sizes, strict=True))
     if not any(q_size and k_size for q_size, k_size in sizes):

@@ -12,7 +12,7 @@ Helpers of many folders:
 and five tools with tests of their own:
 
     layering/      which folder may import which
-    fuzzing/       random calls of the public API, on a GPU by python -m tests.fuzzing
+    fuzzing/       random calls of the public API; on a GPU: python -m tests.fuzzing
     fitting/       whether all kernels fit in shared memory, compiled for several GPUs: python -m tests.fitting
     limits/        positions past 2^24 and tensors of more than 2^31 elements: python -m tests.limits
     mutations/     whether the tests notice small faults: python -m tests.mutations

@@ -151,6 +151,7 @@ FUNCTIONS = {
     ),
     "two options": lambda n: masks.butterfly(n, block=16, global_blocks=1 if n % 2 else 2),
     "a union": lambda n: masks.chunked(n, chunk=8, block=16) | masks.local(n, window=5, block=16),
+    "blocks of its length": lambda n: masks.local(n, window=3, block=16 if n % 2 else 32),
     "its mask is read": lambda n: masks.local(n, window=masks.causal(n, block=16).q_len // 3 + 1, block=16),
     "another length": lambda n: masks.causal(n + 1, block=16).crop(q=(0, n), k=(0, n)),
     "factors": lambda n: masks.butterfly(n, factors=min(1, (n - 1) // 16), block=16),
@@ -172,9 +173,12 @@ FUNCTIONS = {
         [masks.butterfly(n, block=16), masks.local(n, window=9, block=32), masks.butterfly(n, block=16)]
     ),
     "heads of its length": lambda n: masks.per_head([masks.causal(n, block=16)] * (1 + n % 2)),
+    "heads that are equal at some lengths": lambda n: masks.per_head(
+        [masks.local(n, window=9, block=16), masks.local(n, window=9 + n % 2, block=16)]
+    ),
     "heads of heads": lambda n: masks.per_head([two_heads(n), masks.dense(n, block=16)]),
     "heads of another length": lambda n: _or_causal(
-        n, lambda: masks.per_head([masks.causal(n, block=16), masks.causal(n + n % 2, block=16)])
+        n, lambda: masks.per_head([masks.causal(n, block=16), masks.local(n + n % 2, window=9, block=16)])
     ),
     "heads that are read": lambda n: [m := two_heads(n), m.density][0],
     "its scores are read": lambda n: [m := masks.local(n, window=n // 2 + 1, block=16), m.density][0],
@@ -197,12 +201,14 @@ def _or_causal(n, make):
 @example([(40, 40), (41, 41)], "its length by name, last")
 @example([(40, 40), (16, 16)], "of few lengths")
 @example([(40, 40), (16, 16)], "a length below 1")
+@example([(40, 40), (41, 41)], "blocks of its length")
 @example([(40, 40), (41, 41)], "last queries")
 @example([(40, 40), (41, 41)], "marks apart")
 @example([(40, 40), (41, 41)], "two heads")
 @example([(40, 40), (41, 41)], "heads that are read")
 @example([(40, 40), (41, 41)], "heads of another length")
 @example([(40, 40), (41, 41)], "heads of heads")
+@example([(40, 40), (41, 41)], "heads that are equal at some lengths")
 @example([(40, 40), (41, 41)], "heads of its length")
 @example([(40, 40), (41, 41)], "heads of families")
 def test_a_function_of_a_length_has_the_mask_of_each_length(sizes, name):

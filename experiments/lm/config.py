@@ -27,7 +27,7 @@ class Config:
     head_dim: int = setting(128, "Features of each head; 64 is GPT-2's, 128 is faster.")
     kv_heads: int | None = setting(
         None,
-        "Heads of keys and values, each for a group of query heads, which also share a choice of msa and nsa.",
+        "Heads of keys and values. Each serves a group of query heads, which msa and nsa give one choice of blocks.",
         "as many as query heads",
     )
     context: int = setting(2048, "Tokens of a sequence.")

@@ -21,7 +21,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def matrix_weights(depth: int, width: int, kv_width: int, mlp: int, vocabulary: int) -> int:
-    """kv_width: features of the keys of all heads of a token, and of its values. `vocabulary` includes its padding.
+    """kv_width: features of a token's keys, over all heads; its values have as many. `vocabulary` includes its padding.
 
     >>> matrix_weights(12, 768, 768, 4 * 768, 50_304)
     123568128

@@ -1,4 +1,4 @@
-"""How the library's patterns are called: small masks of numbers are kept, and masks are constants in compiled code."""
+"""Decorates the library's patterns: small masks made of numbers are kept, and masks are constants in compiled code."""
 
 from __future__ import annotations
 

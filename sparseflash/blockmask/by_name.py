@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 _FLEX = (
     " create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) of FlexAttention is from_function(mask_mod, Q_LEN, KV_LEN, "
-    "batch=B, heads=H), with 1 in place of None; interop.flex_attention.create_block_mask takes its arguments as they "
-    "are."
+    "batch=B, heads=H), with 1 in place of None; interop.flex_attention.create_block_mask takes FlexAttention's "
+    "arguments."
 )
 _ONE_LIST = " Pass one list of them."
-# By the first parameter of the function: what its callers often mean by more arguments than it takes by position.
+# What callers who pass too many arguments by position often mean, by the first parameter of the function.
 _BY_POSITION = {"live": _FLEX, "masks": _ONE_LIST, "lengths": _ONE_LIST}
-# By a parameter of the function: what another library's keyword is called here.
+# What keywords of other libraries are called here, by the parameter that takes their place.
 _BY_NAME = {
     "block": dict.fromkeys(("block_size", "BLOCK_SIZE"), " The size of a tile is called block."),
     "live": dict.fromkeys(("B", "H", "Q_LEN", "KV_LEN", "mask_mod"), _FLEX),

@@ -1,5 +1,5 @@
-"""Records which masks a function makes. Those that differ only in length, those of runs of keys, and stacks of both are
-computed only when they are read.
+"""Records which masks a function makes. Masks that differ only in length, masks of runs of keys, and stacks of such
+masks are computed only when they are read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Runs(NamedTuple):
     ends: NDArray[np.int64]  # [4, q_len], any values
 
 
-Stacks = dict[int, tuple[BlockMask, list[BlockMask]]]  # the same: masks of several heads, and the masks of their heads
 FoundRuns = dict[int, tuple[BlockMask, Runs]]  # by the ids of masks, which are kept so that no other mask gets an id
+Stacks = dict[int, tuple[BlockMask, list[BlockMask]]]  # by the ids of stacks, with the masks of their heads
 
 
 class Recording(NamedTuple):
@@ -54,12 +54,12 @@ class Recording(NamedTuple):
     known: set[Any]  # keys
 
     def heads_of(self, mask: Any) -> list[BlockMask] | None:
-        """The masks of one head each that a stack has; None for other masks, and if it has been computed."""
+        """The masks of the heads of a stack that has not been computed; None for any other mask."""
         found = self.stacks.get(id(mask))
         return None if found is None or vars(mask)["_make"] is None else found[1]
 
     def length_of(self, mask: Any) -> int | None:
-        """The length of a recorded mask that has as many keys as queries, and one head; None for others."""
+        """The length of a recorded mask of one head with as many keys as queries; None for others."""
         if (call := self.calls.get(id(mask))) is not None:
             return call.length
         runs = self.runs[id(mask)][1] if id(mask) in self.runs else None

@@ -213,7 +213,8 @@ def test_compiled_code_does_not_take_a_tangent_of_an_incoming_gradient_for_zero(
     compiled = torch.compile(attention, backend="aot_eager")
     out = compiled(*inputs, masks.causal(FEW, block=16), backend=backend)
     ones = torch.ones_like(out)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+    refused = pytest.raises(NotImplementedError, match=f"forward-mode derivatives .* the {backend} backend")
+    with torch.autograd.forward_ad.dual_level(), refused:
         torch.autograd.grad(out, inputs, dual(ones, ones))
 
 

@@ -132,6 +132,8 @@ def test_every_builder_and_argument_occurs():
 def features_of_mask(recipe):
     mask = recipe.mask()
     dense = mask.to_dense()
+    yield f"batch {mask.pattern.shape[0]}"
+    yield f"heads {mask.pattern.shape[1]}"
     yield "all live" if dense.all() else "some dead"
     yield "full tile" if (mask.tile == 0).any() else "no full tile"
     yield "partial tile" if (mask.tile > 0).any() else "no partial tile"
@@ -177,6 +179,7 @@ def test_every_kind_of_mask_occurs():
         *(f"{what} {of}" for what in ("ragged", "whole blocks of", "less than a block of", "one of")
           for of in ("queries", "keys")),
         "several patterns", "one pattern", "shared pattern", "empty row", "empty column", "all live", "some dead",
+        "batch 1", "batch 2", "heads 1", "heads 3",
         "no lengths", "lengths", "lengths of queries and keys", "length 0", "length beyond", "length whole",
         "length ragged",
     ]  # fmt: skip

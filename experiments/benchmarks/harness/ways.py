@@ -68,12 +68,17 @@ def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exce
 
 
 def without_frames(failure: Exception) -> Exception:
-    """The error without tracebacks, whose frames would keep the autograd graph of the failed call alive. Its nodes
-    belong to the stream they were made on, so no later backward of the same tensors could be recorded."""
-    each: BaseException | None = failure
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__cause__ or each.__context__
+    """The error, and the errors that led to it, without tracebacks.
+
+    Their frames would keep the autograd graph of the failed call alive. Its nodes belong to the stream of that call, so
+    no later backward of the same tensors could be recorded.
+    """
+    left: list[BaseException | None] = [failure]
+    while left:
+        each = left.pop()
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            left += each.__cause__, each.__context__
     return failure
 
 

@@ -166,6 +166,6 @@ def select(patterns: str, *, groups: Sequence[str] = (), quick: bool = False) ->
     wanted = chosen("--group", groups, GROUPS) if groups else [name for name in GROUPS if name != ON_REQUEST]
     offered = [case for case in CASES if case.group in wanted and (case.group == "masks" or not quick)]
     if not offered:
-        raise typer.BadParameter(f"--quick leaves no case of the groups {', '.join(wanted)}; it has those of masks.")
+        raise typer.BadParameter(f"--quick has cases of the group masks alone; got --group {', '.join(wanted)}.")
     found = matching(patterns, offered)
     return [replace(case, passes=(FORWARD, BACKWARD)) for case in found] if quick else found

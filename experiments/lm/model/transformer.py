@@ -47,7 +47,9 @@ class Sizes:
                 "another --head-dim"
             )
         if self.heads % self.key_heads:
-            raise ValueError(f"the heads, {self.heads}, must be a multiple of kv_heads; got {self.kv_heads}")
+            raise ValueError(
+                f"kv_heads must divide the {self.heads} heads; got {self.kv_heads}: choose another --kv-heads"
+            )
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}; got {self.positions!r}")
 

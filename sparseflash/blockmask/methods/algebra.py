@@ -102,8 +102,8 @@ def __invert__(mask: BlockMask) -> BlockMask:
     `k_len` do not exist and stay dead. The complement of a sparse mask is dense: time and memory are proportional
     to all `Mq * Mk` tiles. For `a & ~b` write `a - b`.
 
-    In code that `torch.compile(fullgraph=True)` compiles write `masks.dense(q_len, k_len) - a`, the same scores: up to
-    PyTorch 2.13 the compiler traces `~` of tensors and numbers alone. Without `fullgraph` it breaks the graph there.
+    Under `torch.compile(fullgraph=True)` write `masks.dense(q_len, k_len) - a`, which has the same live scores: PyTorch
+    up to 2.13 cannot trace `~` of a mask. Without `fullgraph` the graph breaks there.
     """
     from sparseflash.blockmask.ops.boolean import complement
 

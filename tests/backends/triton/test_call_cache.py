@@ -16,6 +16,7 @@ from sparseflash.backends.triton import api, call_cache, native, prepared_call
 from sparseflash.backends.triton.launch.launches import _specialised
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.portable import forward_pass
 from sparseflash.backends.triton.prepared_call import key_of, setting_of
 
 TOKENS = 40
@@ -164,13 +165,17 @@ def test_a_first_call_examines_each_tensor_once(learned, most):
 
 @pytest.mark.parametrize("change", [lambda x: None, scores.alibi], ids=["plain", "alibi"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_kernels_of_a_pass_are_chosen_once(change, dtype):
+def test_a_pass_is_prepared_once(change, dtype):
     x = torch.rand(2, requires_grad=True)
     mask, given = mask_of(), [each.requires_grad_() for each in tensors(dtype=dtype)]
-    with mock.patch.object(prepared_call, "decide", wraps=prepared_call.decide) as decided:
+    with (
+        mock.patch.object(prepared_call, "decide", wraps=prepared_call.decide) as decided,
+        mock.patch.object(forward_pass, "Forward", wraps=forward_pass.Forward) as made,
+    ):
         for _ in range(2):
             out, _ = run(*given, mask, scores=change(x))
             out.sum().backward()
+        assert made.call_count == 1
         assert [call.args[0].backward for call in decided.call_args_list] == [True, False]
         with torch.no_grad():
             run(*tensors(dtype=dtype), mask_of(), scores=change(x))

@@ -75,6 +75,20 @@ def test_it_has_the_bits_of_a_plan(problem):
         assert plans.call_count == needs_plan
 
 
+def of_keys(seed):
+    values = torch.rand(1, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(seed))
+    return masks.top_k_keys(values, k=5, k_len=TOKENS, block=16)
+
+
+def test_a_mask_of_a_known_layout_is_attended_with_its_own_bits():
+    q, k, v = tensors()
+    with served() as plans:
+        got = [run(q, k, v, of_keys(seed)) for seed in range(3)]
+    assert plans.call_count == 1
+    for seed, each in enumerate(got):
+        assert_equal(each, planned(q, k, v, of_keys(seed)))
+
+
 def test_a_mask_that_is_attended_again_is_planned_for_later_calls():
     run(*tensors(), chosen(0))
     mask = chosen(1)

@@ -12,7 +12,7 @@ from experiments.lm.config import configure
 from experiments.lm.model import attention as attentions
 from experiments.lm.model import loss as losses
 from experiments.lm.model import transformer
-from experiments.lm.model.attention import attention_over, is_dense_causal
+from experiments.lm.model.attention import IMPLEMENTATIONS, attention_over, is_dense_causal
 from experiments.lm.model.fused_loss import fused_loss_and_gradient
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from sparseflash import masks
@@ -44,6 +44,19 @@ def test_heads_that_share_keys_are_heads_with_equal_keys(positions):
             weights[name] = torch.cat([q, k, k, v, v])
     alone.load_state_dict(weights)
     torch.testing.assert_close(grouped(IDS[:, :-1], IDS[:, 1:]), alone(IDS[:, :-1], IDS[:, 1:]))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("mask", [masks.causal(64, block=16), masks.local(64, window=20, causal=True, block=16)])
+@torch.no_grad()
+def test_a_group_of_heads_reads_its_own_keys(mask, implementation):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 64, 16, generator=generator) for heads in (4, 2, 2))
+    expected = F.scaled_dot_product_attention(
+        q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=mask.to_dense()
+    )
+    torch.testing.assert_close(attention_over(mask, implementation)(q, k, v), expected)
 
 
 @pytest.mark.parametrize("compiling", ["block", "model"])
@@ -271,7 +284,7 @@ def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
         (lambda: patterns.of_layer("dense/local", 3, 64, window=8, block=16), "must be a multiple of the 2 groups"),
         (lambda: attention_over(masks.causal(64), "fast"), "attention must be one of sparseflash, sdpa, flex"),
         (lambda: tiny(width=100), "width must be a multiple of head_dim; got width 100, head_dim 32"),
-        (lambda: tiny(kv_heads=3), "the heads, 2, must be a multiple of kv_heads; got 3"),
+        (lambda: tiny(kv_heads=3), "kv_heads must divide the 2 heads; got 3: choose another --kv-heads"),
         (lambda: tiny(kv_heads=0), "kv_heads must be at least 1; got 0"),
         (lambda: tiny(positions="none"), "positions must be one of rotary, learned"),
         (lambda: configure("7B", {}), "the preset must be one of cpu, 10M, 124M"),

@@ -23,8 +23,8 @@ _numbers = itertools.count()
 class Interpreted:
     """A kernel of a module, which replaces it where the launcher finds it.
 
-    `seed`: of the interleaving. `edits`: of the sources of the module, of those that it imports, and of those of score
-    modifications, by path, to check that a fault is noticed.
+    `seed`: of the interleaving. `edits`: functions that put a fault into the source of a module, by its path: the
+    kernel's own module, one that it imports, or one of score modifications.
     """
 
     def __init__(self, module, name, seed=0, edits=None):

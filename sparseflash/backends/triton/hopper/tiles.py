@@ -27,7 +27,7 @@ def bytes_of(desc, rest_desc):
 
 @gluon.jit
 def load_tile(desc, rest_desc, x_s, rest_s, stage, bar, batch, head, token):
-    """Starts the load of a box, and of the rest of its channels, into tile `stage`. `bar` expects `bytes_of` them."""
+    """Starts to load a box, in one or two pieces of channels, into tile `stage`. `bar` must expect `bytes_of` both."""
     async_load(desc, [batch, head, token, 0], bar, x_s.index(stage))
     if rest_desc is not None:
         FIRST: gl.constexpr = x_s.shape[2]
@@ -81,7 +81,7 @@ def layout_of_bits(BLOCK_N):
 
 @gluon.constexpr_function
 def layout_of_key_bits(KEYS, QUERIES):
-    """The same of [KEYS, QUERIES] scores of a backward, with registers in the order in which it reads them."""
+    """The same for [KEYS, QUERIES] scores of a backward, with registers in the order in which it reads them."""
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if QUERIES == 128 else []),
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -132,8 +132,8 @@ def masked_keys(
     x, words_ptr, tile, first_key, first_q, k_left, dead, TILE: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     IS_OPAQUE: gl.constexpr,
 ):  # fmt: skip
-    """x [keys, queries] where the bits of a tile of TILE x TILE are set, from this key and query on, else `dead`. Tile
-    0 is full. If HAS_LENGTHS, only the first `k_left` keys are live.
+    """x [keys, queries] where the bit of the mask is set, else `dead`. The bits are read from `first_key` and `first_q`
+    of a tile of TILE x TILE on; tile 0 is full. If HAS_LENGTHS, only the first `k_left` keys are live.
     """
     KEYS: gl.constexpr = x.shape[0]
     QUERIES: gl.constexpr = x.shape[1]

@@ -57,7 +57,7 @@ def load_dout(loads, batch, head, first_q, step):
 
 @gluon.jit
 def store_part(part_ptr, x, rest, first_row, WIDTH: gl.constexpr):
-    """Writes a warpgroup's keys, in one or two pieces of channels, of a part, [keys of an item, WIDTH]."""
+    """Writes a warpgroup's keys, in one or two pieces of channels, to a part `[keys of an item, WIDTH]`."""
     _store_part(part_ptr, x, first_row, 0, WIDTH)
     if rest is not None:
         _store_part(part_ptr, rest, first_row, x.shape[1], WIDTH)
@@ -72,7 +72,7 @@ def _store_part(part_ptr, x, first_row, FIRST: gl.constexpr, WIDTH: gl.constexpr
 
 @gluon.jit
 def store_rows(x, rest, scale, x_ptr, first_row, stride, rows, DIM: gl.constexpr):
-    """Writes a warpgroup's rows, in one or two pieces of channels, times `scale`: up to `rows` and channel DIM."""
+    """Writes a warpgroup's rows times `scale`, in one or two pieces of channels: those before `rows` and DIM."""
     _store_rows(x * scale, x_ptr, first_row, stride, rows, 0, DIM)
     if rest is not None:
         _store_rows(rest * scale, x_ptr, first_row, stride, rows, x.shape[1], DIM)

@@ -90,7 +90,7 @@ def _with_keys(
     acc, m_i, l_i, q_low, q_high, k_ptr, v_ptr, start, position, k_len, qk_scale, k_strides, v_strides,
     SHAPE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds BLOCK_N keys from `start` on to the running sums. Unless MASKED, all queries see them."""
+    """Adds BLOCK_N keys from `start` on to the running sums. If not MASKED, every query sees all of them."""
     PRECISION: tl.constexpr = SHAPE.PRECISION
     key = start + tl.arange(0, SHAPE.BLOCK_N)
     is_key = key < k_len

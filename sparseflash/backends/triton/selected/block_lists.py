@@ -22,7 +22,7 @@ from sparseflash.backends.triton.selected.places import count_kernel, ones
 _QUERIES = 128  # of a tile of the kernel that chooses
 _WORDS = 32  # of 32 queries each, whose bits are counted at once
 _ENTRIES = 128  # of a program
-_SCRATCH = 256 << 20  # bytes for the bits of some pairs, or of some blocks of one pair
+_SCRATCH = 256 << 20  # bytes for the bits of the pairs, or of the blocks of one pair, that are listed together
 
 
 def slot_bits(choices: int) -> int:
@@ -129,8 +129,8 @@ def choose_kernel(
 def _entries_of_program(
     chosen_ptr, q_len, choices, first, blocks, groups, count, ENTRIES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """For each entry of a program: `(query, slot, place of its block's bits of this group of queries, is one of the
-    `blocks` blocks from `first` on)`.
+    """For each entry of a program its query, its slot, the place of its block's bits of this group of queries, and
+    whether its block is one of `blocks` from `first` on.
     """
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     block = tl.load(chosen_ptr + at, mask=(at >= 0) & (at < count), other=-1) - first  # negative past 2^31

@@ -33,7 +33,7 @@ def _query_of_program(q_len, heads, group, ROWS: tl.constexpr):
 
 @triton.jit
 def _keys_of_step(chosen_ptr, block, i, steps, k_len, BLOCK_N: tl.constexpr, SPAN: tl.constexpr):
-    """`(keys of step i, which of them there are, block of the next step)`: a block is SPAN // BLOCK_N steps."""
+    """`(keys of step i, which of them exist, block of the next step)`. A block takes SPAN // BLOCK_N steps."""
     PARTS: tl.constexpr = SPAN // BLOCK_N
     following = tl.load(chosen_ptr + (i + 1) // PARTS, mask=i + 1 < steps, other=0)
     key = block * SPAN + i % PARTS * BLOCK_N + tl.arange(0, BLOCK_N)

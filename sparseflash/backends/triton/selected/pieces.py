@@ -1,4 +1,4 @@
-"""Tiles of rows whose channels are in two pieces: a head dim such as 576 = 512 + 64. Others have one piece twice."""
+"""Tiles of rows in two pieces of channels, for head dims such as 576 = 512 + 64. Others have one piece, given twice."""
 
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ def store_pieces(x_ptr, low, high, offsets, live, SHAPE: tl.constexpr):
 
 @triton.jit
 def zeros_in_pieces(ROWS: tl.constexpr, SHAPE: tl.constexpr):
-    """fp32 zeros, to which `plus_products` adds."""
+    """fp32 zeros for the sums of `plus_products`."""
     PADDED_LOW: tl.constexpr = SHAPE.PADDED_LOW  # a list takes no attribute of SHAPE under Triton 3.6
     PADDED_HIGH: tl.constexpr = SHAPE.PADDED_HIGH
     low = tl.zeros([ROWS, PADDED_LOW], tl.float32)

@@ -100,7 +100,7 @@ def test_where_the_portable_kernels_are_faster_they_are_chosen(reason, change):
 
 
 @pytest.mark.parametrize("changes", [(), ("key_bias",)])
-def test_so_are_long_rows(changes):
+def test_for_long_rows_the_hopper_kernels_are_chosen(changes):
     assert support.yields(HALF._replace(keys=8192.0, changes=changes)) is None
 
 

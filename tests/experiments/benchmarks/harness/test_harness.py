@@ -93,8 +93,11 @@ def test_what_the_failed_call_of_a_peer_held_is_free(bench):
         held.append(weakref.ref(of_the_graph))
         try:
             raise ValueError("inner")
-        except ValueError:
-            raise RuntimeError("outer")  # noqa: B904
+        except ValueError as cause:
+            try:
+                raise KeyError("meanwhile")
+            except KeyError:
+                raise RuntimeError("outer") from cause
 
     bench.time("a", {"sparseflash": Way(lambda: torch.ones(1)), "peer": Way(fails, like="sparseflash", peer=True)})
     assert [each() for each in held] == [None]

@@ -70,7 +70,7 @@ def test_groups_select_cases_and_together_hold_all() -> None:
     ]  # fmt: skip
     with pytest.raises(typer.BadParameter, match=r"--group must be from masks, memory, .*; got fast\."):
         select("*", groups=("masks", "fast"))
-    with pytest.raises(typer.BadParameter, match="--quick leaves no case of the groups blocks"):
+    with pytest.raises(typer.BadParameter, match=r"the group masks alone; got --group blocks\."):
         select("*", groups=("blocks",), quick=True)
 
 
