@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -46,7 +46,7 @@ class Captured:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [x for x in self._objects if isinstance(x, Tensor)]
+        return list({id(x): x for x in self._objects if isinstance(x, Tensor)}.values())
 
     def is_still(self, now: Captured) -> bool:
         return (
@@ -63,16 +63,17 @@ class Captured:
         if isinstance(x, types.MethodType):  # a new object whenever it is asked for
             self._all((x.__func__, x.__self__))
             return
+        if not any([x is each for each in self._held]):
+            self._objects.append(x)
         if id(x) in self._seen:
             return
         self._seen.add(id(x))
-        if not any([x is each for each in self._held]):
-            self._objects.append(x)
         if isinstance(x, Tensor):
             self._values.append(object() if x.is_inference() else x._version)
         elif isinstance(x, np.ndarray):
-            self._values.append(object() if x.dtype.hasobject else x.tobytes())
+            self._values.append(object() if x.dtype.hasobject else (x.shape, x.dtype, x.tobytes()))
         elif isinstance(x, (list, tuple, set, frozenset)):
+            self._values.append(len(x))
             self._all(x)
         elif isinstance(x, dict):
             self._all(x)
@@ -85,7 +86,7 @@ class Captured:
             self._visit(x.__self__)
         elif isinstance(x, types.ModuleType):
             if not _is_library(x.__name__):
-                self._all(vars(x)[name] for name in sorted(self._names & vars(x).keys()))
+                self._named(vars(x), self._names)
         elif isinstance(x, type):
             self._class(x)
         else:
@@ -95,10 +96,16 @@ class Captured:
         for each in held:
             self._visit(each)
 
+    def _named(self, held: Mapping[str, Any], names: Set[str]) -> None:
+        found = sorted(held.keys() & names)
+        self._values.append(found)
+        self._all(held[name] for name in found)
+
     def _function(self, x: types.FunctionType) -> None:
         module = x.__module__ or ""
         if module.partition(".")[0] == "sparseflash":
             return
+        self._objects.append(x.__code__)  # which a notebook that loads a module again replaces
         for cell in x.__closure__ or ():
             try:
                 self._visit(cell.cell_contents)
@@ -108,7 +115,8 @@ class Captured:
         if not _is_library(module):
             names = _names_of(x.__code__)
             self._names |= names
-            self._all(x.__globals__[name] for name in sorted(names & x.__globals__.keys()))
+            self._named(x.__globals__, names)
+            self._named(x.__dict__, self._names)
 
     def _class(self, x: type) -> list[str]:
         """Visits the attributes; returns the names of slots."""
@@ -128,14 +136,17 @@ class Captured:
 
     def _object(self, x: Any) -> None:
         kind = type(x)
+        names = self._names
         held = {name: getattr(x, name, None) for name in self._class(kind)} | getattr(x, "__dict__", {})
-        if isinstance(x, torch.nn.Module):
-            held |= {**x._parameters, **x._buffers, **x._modules}
+        if isinstance(x, nn.Module):
+            held |= (children := {**x._parameters, **x._buffers, **x._modules})
+            names = names | children.keys() if isinstance(x, _LISTS) else names
         elif getattr(x, "__hash__", None) is None and not hasattr(x, "__dict__") and not hasattr(kind, "__slots__"):
             self._values.append(object())
-        self._all(held[name] for name in sorted(self._names & held.keys()))
+        self._named(held, names)
 
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 # Methods that Python calls without their names.
 _BY_OPERATORS = frozenset(
     ("__call__", "__getattr__", "__getitem__", "__contains__", "__iter__", "__next__", "__len__", "__bool__", "__int__",
@@ -147,8 +158,12 @@ def _is_library(name: str) -> bool:
     return name.partition(".")[0] in ("builtins", "numpy", "sparseflash", "torch")
 
 
-def _names_of(code: Any) -> frozenset[str]:
-    if not isinstance(code, types.CodeType):
+def _names_of(x: Any) -> frozenset[str]:
+    """Of attributes and global variables, and of texts: getattr(x, "name")."""
+    if type(x) is str:
+        return frozenset([x] if x.isidentifier() else [])
+    if type(x) is tuple:
+        return frozenset().union(*map(_names_of, x))
+    if not isinstance(x, types.CodeType):
         return frozenset()
-    texts = [x for x in code.co_consts if type(x) is str and x.isidentifier()]  # getattr(x, "name")
-    return frozenset(code.co_names).union(texts, *map(_names_of, code.co_consts))
+    return frozenset(x.co_names).union(*map(_names_of, x.co_consts))

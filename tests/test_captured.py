@@ -1,6 +1,7 @@
 """A mask that is kept is made anew when anything that its function reads has changed."""
 
 import array
+import operator
 from collections import UserDict, deque
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,18 @@ class Sized:
         return self.size
 
 
+class Layer(torch.nn.Module):
+    window = 16
+
+
+def of_a_function():
+    def pattern():
+        return pattern.window
+
+    pattern.window = 16
+    return pattern
+
+
 class Decoder:
     def __init__(self):
         self.positions = torch.zeros(3)
@@ -84,6 +97,20 @@ CASES = {
     "UserDict": (lambda: UserDict({0: 16}), lambda x: x[0], put),
     "bytearray": (lambda: bytearray([16]), lambda x: x[0], put),
     "array": (lambda: array.array("i", [16]), lambda x: x[0], put),
+    "shape in NumPy": (lambda: np.arange(16).reshape(2, 8), lambda x: int(x[1, 0]), lambda x: x.resize(4, 4)),
+    "place of an item": (lambda: [[16], []], lambda x: len(x[0]) + 1, lambda x: x[1].append(x[0].pop())),
+    "order of items": (
+        lambda: [a := SimpleNamespace(window=16), b := SimpleNamespace(window=32), a, b],
+        lambda x: x[2].window, lambda x: operator.setitem(x, 2, x[1]),
+    ),
+    "names in a tuple": (Slots, lambda x: next(getattr(x, name) for name in ("window", "__doc__")), set_window),
+    "item of a ModuleList": (lambda: torch.nn.ModuleList([Layer()]), lambda x: x[0].window, lambda x: set_window(x[0])),
+    "item of a ParameterList": (
+        lambda: torch.nn.ParameterList([torch.nn.Parameter(torch.tensor(16.0))]), lambda x: int(x[0]),
+        lambda x: x[0].detach().fill_(32),
+    ),
+    "attribute of a function": (of_a_function, lambda f: f(), set_window),
+    "code": (lambda: lambda: 16, lambda f: f(), lambda f: setattr(f, "__code__", (lambda: 32).__code__)),
 }  # fmt: skip
 
 
