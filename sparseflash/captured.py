@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
+import sysconfig
 import types
+from collections import UserDict, UserList
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -27,10 +30,10 @@ class Captured:
     False
 
     It looks at numbers, strings, arrays and tensors in closures, defaults, arguments of `partial`, global variables and
-    containers, and at attributes of objects and classes whose names the functions use. It notices tensors that changed
-    in place, except by writes that PyTorch does not count, through `.data` or NumPy. Objects that it cannot look into
-    count as changed if they have no hash, as a `deque`; others are compared by identity. The functions that it is
-    given are compared by `==`.
+    containers, and at attributes of objects and classes by the names that the user's own functions use; not into
+    installed code. It notices tensors that changed in place, except by writes that PyTorch does not count, through
+    `.data` or NumPy. Objects that it cannot look into count as changed if they have no hash, as a `deque`; others are
+    compared by identity. The functions that it is given are compared by `==`.
     """
 
     def __init__(self, *held: Any) -> None:
@@ -136,8 +139,10 @@ class Captured:
 
     def _object(self, x: Any) -> None:
         kind = type(x)
-        names = self._names
-        held = {name: getattr(x, name, None) for name in self._class(kind)} | getattr(x, "__dict__", {})
+        names = self._names | {"data"} if isinstance(x, (UserDict, UserList)) else self._names
+        held = {name: getattr(x, name, None) for name in self._class(kind)}
+        if isinstance(own := getattr(x, "__dict__", None), dict):
+            held |= own
         if isinstance(x, nn.Module):
             held |= (children := {**x._parameters, **x._buffers, **x._modules})
             names = names | children.keys() if isinstance(x, _LISTS) else names
@@ -154,8 +159,17 @@ _BY_OPERATORS = frozenset(
 )  # fmt: skip
 
 
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+
+
+@functools.lru_cache(1024)
 def _is_library(name: str) -> bool:
-    return name.partition(".")[0] in ("builtins", "numpy", "sparseflash", "torch")
+    """Whether a module is not the user's own. What installed code reads leads to nearly every object there is."""
+    package = name.partition(".")[0]
+    if package in ("numpy", "sparseflash", "torch") or package in sys.builtin_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and file.startswith(_INSTALLED)
 
 
 def _names_of(x: Any) -> frozenset[str]:

@@ -193,15 +193,15 @@ MUTATIONS = [
     Mutation(
         "decode: a prepared call serves any scale",
         "sparseflash/decode.py",
-        "table is None, *numbers, scale\n",
-        "table is None, *numbers\n",
+        "for x in tensors[4:]), *numbers, scale\n",
+        "for x in tensors[4:]), *numbers\n",
         "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
     ),
     Mutation(
         "decode: a prepared call serves any number of splits",
         "sparseflash/decode.py",
-        "table is None, *numbers, scale\n",
-        "table is None, *numbers[:3], scale\n",
+        "for x in tensors[4:]), *numbers, scale\n",
+        "for x in tensors[4:]), *numbers[:3], scale\n",
         "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
     ),
     Mutation(
@@ -214,7 +214,7 @@ MUTATIONS = [
     Mutation(
         "decode: starts may be laid out as a table",
         "sparseflash/decode.py",
-        "layouts, tensors[4] is None, table is None, ",
+        "layouts, *(x is None for x in tensors[4:]), ",
         "layouts, ",
         "tests/test_decode.py::test_calls_that_differ_in_anything_are_prepared_each",
     ),

@@ -112,7 +112,7 @@ def test_a_run_does_not_replace_the_one_whose_weights_it_begins_with(store, whol
 def test_weights_that_mean_something_else_are_refused(store, whole, tmp_path):
     begun = {"initial": str(whole[0])}
     for changes in ({"width": 32}, {"depth": 3}, {"head_dim": 16}, {"positions": "learned"}):
-        with pytest.raises(ValueError, match="must hold a model of this run's depth, width, head_dim, vocabulary and"):
+        with pytest.raises(ValueError, match="must hold a model of this run's depth, width, head_dim, kv_heads, "):
             Run(tiny(**begun, **changes), store, tmp_path / "other")
     pairs = tokens(tmp_path, vocabulary=257 + 20)
     with pytest.raises(ValueError, match=r"must hold a model of the tokens in .*; its vocabulary differs"):

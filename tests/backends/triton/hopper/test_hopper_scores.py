@@ -20,7 +20,6 @@ from sparseflash.scores.relative import Codes
 from tests.backends.triton.hopper.hopper_problems import (
     CUT,
     PARTS,
-    as_it_is,
     drawn,
     fixed_among,
     inputs,
@@ -291,19 +290,21 @@ def fused(source):
     return source.replace(exponents, "gl.fma(s, scale, m_safe[:, None] * -1.0)")
 
 
+FUSED = {forward_softmax.__file__: fused}
+
+
 @pytest.mark.parametrize(
-    ("scale", "rule", "change"),
-    [(0.125, plan.RULE, as_it_is), (0.125, CUT, fused), (1.0, plan.RULE, fused), (1.0, CUT, as_it_is)],
+    ("scale", "rule", "edits"),
+    [(0.125, plan.RULE, None), (0.125, CUT, FUSED), (1.0, plan.RULE, FUSED), (1.0, CUT, None)],
 )
 @pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
-def test_queries_that_see_large_biases_alone(value, scale, rule, change):
+def test_queries_that_see_large_biases_alone(value, scale, rule, edits):
     """Beyond the limit lse is the limit."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 400, 64).half() for _ in range(3))
     changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
-    others = {forward_softmax.__file__: change}
     mask = masks.causal(400, block=128)
-    out, lse = interpreted(mask, q, k, v, scale, changes=changes, rule=rule, edits=others)
+    out, lse = interpreted(mask, q, k, v, scale, changes=changes, rule=rule, edits=edits)
     out, lse, v = out[:, :, :300].double(), lse[:, :, :300].double(), v[:, :, :300].double()
     least, most = v.cummin(2).values, v.cummax(2).values
     assert ((out >= least - 1e-2) & (out <= most + 1e-2)).all() and out.any(-1).all()
@@ -314,14 +315,14 @@ def test_queries_that_see_large_biases_alone(value, scale, rule, change):
         torch.testing.assert_close(out, mean, rtol=0, atol=1e-2)
 
 
-@pytest.mark.parametrize("change", [as_it_is, fused])
+@pytest.mark.parametrize("edits", [None, FUSED])
 @pytest.mark.parametrize(("scale", "values"), [(0.125, (-1e9, -1e10)), (0.125, (-1e37, -1e38)), (1e-3, (-1e30, -1e34))])
-def test_of_two_low_biases_the_lower_one_is_padding(scale, values, change):
+def test_of_two_low_biases_the_lower_one_is_padding(scale, values, edits):
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 200, 64).half() for _ in range(3))
     biases = torch.full((1, 1, 200), values[1]).index_fill(2, torch.arange(50), values[0])
     changes = Scores((scores.key_bias(biases),))
-    out, lse = interpreted(None, q, k, v, scale, changes=changes, edits={forward_softmax.__file__: change})
+    out, lse = interpreted(None, q, k, v, scale, changes=changes, edits=edits)
     torch.testing.assert_close(lse.double(), torch.full_like(lse, values[0]).double(), rtol=1e-6, atol=0)
     if values[0] < -1e20:
         mean = v[:, :, :50].double().mean(2, keepdim=True).expand_as(out)
