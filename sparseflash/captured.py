@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparseflash.blockmask.cache import bounded
+
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -162,7 +164,7 @@ _BY_OPERATORS = frozenset(
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
-@functools.lru_cache(1024)
+@bounded(maxsize=1024)
 def _is_library(name: str) -> bool:
     """Whether a module is not the user's own. What installed code reads leads to nearly every object there is."""
     package = name.partition(".")[0]
