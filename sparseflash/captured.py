@@ -167,6 +167,8 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 @bounded(maxsize=1024)
 def _is_library(name: str) -> bool:
     """Whether a module is not the user's own. What installed code reads leads to nearly every object there is."""
+    if name == "__main__":  # its file may be that of cProfile or a launcher
+        return False
     package = name.partition(".")[0]
     if package in ("numpy", "sparseflash", "torch") or package in sys.builtin_module_names:
         return True

@@ -2,6 +2,8 @@
 
 import array
 import operator
+import profile
+import sys
 from collections import UserDict, deque
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from sparseflash import masks
+from sparseflash.blockmask.cache import clear_caches
 from sparseflash.captured import Captured
 from sparseflash.varlen import varlen_mask
 
@@ -162,6 +165,16 @@ def test_what_cannot_change_is_still_the_same():
     for each in (pattern, partial(pattern, 3), partial(masks.local, **options)):
         assert Captured(each).is_still(Captured(each))
     assert varlen_mask([0, 50, 120], pattern=pattern) is varlen_mask([0, 50, 120], pattern=pattern)
+
+
+def test_a_script_that_an_installed_module_runs_is_the_users_own(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", profile.__file__, raising=False)
+    clear_caches()
+    place = {"__name__": "__main__", "window": 16}
+    exec("def rule(q, k):\n    return q - k < window", place)
+    before = Captured(place["rule"])
+    place["window"] = 32
+    assert not before.is_still(Captured(place["rule"]))
 
 
 def test_what_a_function_captures():
