@@ -23,6 +23,7 @@ _LIBRARY = {
     ".": "attention.py blockmask explain.py merge.py scaled_dot_product.py varlen.py",
     "__main__.py": "cli",
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
+    "captured.py": "blockmask",
     "decode.py": "backends backends/cached.py backends/triton/decode backends/triton:launching blockmask "
     "decode_checks.py scores validation.py",
     "decode_checks.py": "backends/cached.py blockmask validation.py",
@@ -35,7 +36,7 @@ _LIBRARY = {
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
     "selected_tokens.py": "attention.py backends/reference.py backends/selected.py blockmask validation.py",
     "validation.py": "blockmask scores",
-    "varlen.py": "attention.py blockmask blockmask/ops masks packed_pattern.py pattern.py scores",
+    "varlen.py": "attention.py blockmask blockmask/ops captured.py masks packed_pattern.py pattern.py scores",
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
     "blockmask/mask.py": "blockmask blockmask/methods",
@@ -45,15 +46,15 @@ _LIBRARY = {
     "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
-    "interop": "blockmask scores",
-    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling nn pattern.py "
-    "scaled_dot_product.py scores varlen.py",
+    "interop": "blockmask captured.py scores",
+    "interop:functions": "attention.py blockmask blockmask/ops captured.py decode.py interop masks masks/tiling nn "
+    "pattern.py scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
     "masks/fused": "backends/triton:launching backends/triton/device_functions backends/triton/selected blockmask "
     "masks/tiling",
     "masks/tiling": "blockmask",
-    "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
+    "nn": "attention.py blockmask captured.py decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
     "selection": "attention.py backends backends/chosen_blocks.py backends/triton/selected blockmask decode.py "
     "grouped.py masks masks/fused masks/tiling nn scores selected_tokens.py",
