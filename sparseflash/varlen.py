@@ -244,8 +244,10 @@ def mask_and_scores(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
-    called: Any = pattern
-    if type(called).__hash__ is None:  # such as a dataclass; its method has a hash
+    try:
+        hash(pattern)
+    except TypeError:  # such as a dataclass, or a frozen one with a list; its method has a hash
+        called: Any = pattern
         pattern = called.__call__
     q_len, k_len = q_sums[-1], k_sums[-1]
     version = _version(pattern)

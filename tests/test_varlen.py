@@ -839,6 +839,17 @@ def test_objects_without_a_hash_are_patterns():
         def __call__(self, i, j):
             return (i - j).abs() < self.width
 
+    @dataclass(frozen=True)
+    class Widest:
+        widths: list
+
+        def __call__(self, i, j):
+            return (i - j).abs() < max(self.widths)
+
+    widest = Widest([2, 5])
+    assert varlen_mask([0, 30, 50], pattern=widest) == varlen_mask([0, 30, 50], pattern=Window(5))
+    widest.widths.append(7)
+    assert varlen_mask([0, 30, 50], pattern=widest) == varlen_mask([0, 30, 50], pattern=Window(7))
     pattern = Window(5)
     first = varlen_mask([0, 30, 50], pattern=pattern)
     assert (
