@@ -50,8 +50,13 @@ TABLES = {
             for mask in ("dense", "causal")}},
         _PASSES, "speed/{row}", "compared with",
     ),
+    "speed-over-dense": Table(
+        {label: row for label, row in _SIX.items() if row not in ("dense", "causal")}, _PASSES,
+        "speed/dense/{column}/fa4 / speed/{row}/{column}/sparseflash @ h200", "mask, live scores",
+    ),
     "deterministic": Table(
-        {"dense": "dense", "causal": "causal", "windows of 64 and 256 keys on each side": "window{64,256} @ h200-windows"},
+        {"dense": "dense", "causal": "causal",
+         "windows of 64 and 256 keys on each side": "window{64,256} @ h200-windows"},
         {f"D={dim} backward": f"{dim}/backward" for dim in (128, 64)},
         f"{_SPEED}/fa4-deterministic / {_SPEED}/sparseflash", "compared with its deterministic mode",
     ),
@@ -72,8 +77,8 @@ TABLES = {
             "causal, 16K, 32 heads, D=64 (older)": "causal-16k-d64/64",
             "1K queries, 64K keys, D=128": "cross-1k-64k/128",
             "128 queries, 64K keys, batch 8, D=128": "cross-128-64k/128",
-            **{f"windows of 64 and 256 keys on each side, 16K, {heads} heads, D={dim}": f"window{{64,256}}/{dim} @ h200-windows"
-               for heads, dim in ((16, 128), (32, 64))},
+            **{f"windows of 64 and 256 keys on each side, 16K, {heads} heads, D={dim}":
+                   f"window{{64,256}}/{dim} @ h200-windows" for heads, dim in ((16, 128), (32, 64))},
             "window 1,000, 32K, 32:8 heads, D=128": "window-1000-32k/128",
             "window 1,024, 16K, D=64 (older)": "window-1024-16k-d64/64",
             "window 1,024, 16K, D=96": "window-1024-d96/96",
