@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from docs.calls import CALLS, FEATURES, NOTHING, REFUSED
+from docs.calls import CALLS, FEATURES, NOTHING, REFUSED, SCORES
 from sparseflash import BlockMask, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.dispatch import decide
@@ -36,8 +36,8 @@ HEADS, TOKENS = 16, 16_384
 GPUS = {(8, 0): "8.0", (8, 6): "8.6", (8, 9): "8.9", (9, 0): "9.0", (10, 0): "10.0", (12, 0): "12.0"}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 HEAD_DIMS = ((16, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
-LENGTHS = (256, 1024, 2048, 4096, 16_384, 65_536)
 PASSES = ("forward", "backward")
+MASKS = {"mask", "mask by head", "mask by batch"}
 
 
 def asked(
@@ -222,42 +222,29 @@ def by_row(options: dict[str, dict[str, Any]], title: str) -> str:
     return rows([title, *heading, "why not Hopper"], *body)
 
 
-def by_length() -> str:
-    """Kernels on compute capability 9.0 by length, under a causal window of 4,096 keys."""
-    body = []
-    for tokens in LENGTHS:
-        mask = window(tokens)
-        found = [asked(mask, dims=(dim, dim), tokens=tokens) for dim in (128, 64)]
-        body.append([f"{tokens:,}", *(kernels for each in found for kernels in each[:2])])
-    return rows(["tokens", f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]], *body)
-
-
 def by_call() -> str:
-    """What each call takes, and how a call answers that does not take it. tests/test_calls.py tries every cell."""
-    texts = [*dict.fromkeys(map(general, (*REFUSED.values(), *NOTHING.values())))]
-    numbers = {text: number for number, text in enumerate(texts, 1)}
-
-    def cell(at: tuple[str, str]) -> str:
-        if at in REFUSED:
-            return f"no ({numbers[general(REFUSED[at])]})"
-        return f"- ({numbers[general(NOTHING[at])]})" if at in NOTHING else "yes"
-
-    body = [[title, *(cell((call, feature)) for call in CALLS)] for feature, title in FEATURES.items()]
-    list_ = "\n".join(f"{number}. {text}" for text, number in numbers.items())
-    return "\n\n".join([rows(["feature", *CALLS.values()], *body), list_])
+    """What each call does not take. tests/test_calls.py tries every feature with every call."""
+    body = [
+        [title, without([each for each in FEATURES if {(call, each)} & (REFUSED.keys() | NOTHING.keys())]) or "-"]
+        for call, title in CALLS.items()
+    ]
+    return rows(["call", "does not take"], *body)
 
 
-def general(text: str) -> str:
-    """A message without the keyword that it refuses or got, so that messages of one kind share a footnote.
-
-    >>> general("scores must not be given to sdpa: use attention."), general("scores must be a; got bias. Use b.")
-    ('... must not be given to sdpa: use attention.', 'scores must be a. Use b.')
-    """
-    return re.sub(r"; got \w+\.", ".", re.sub(r"^\w+ must not be given", "... must not be given", text))
+def without(features: list[str]) -> str:
+    """Features as text, several masks and most score modifications in few words."""
+    found = {each: FEATURES[each] for each in features}
+    kept = [FEATURES[kind] for kind in SCORES if kind not in found]
+    if len(kept) < len(SCORES) / 2:
+        found = {each: text for each, text in found.items() if each not in SCORES}
+        found["scores"] = "score modifications" + (f" (except {', '.join(kept)})" if kept else "")
+    if found.keys() >= MASKS:
+        found = {each: text for each, text in found.items() if each not in MASKS} | {"masks": "masks"}
+    return ", ".join(found.values())
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "gpus": gpus, "masks": by_mask, "scores": by_change, "lengths": by_length, "calls": by_call,
+    "gpus": gpus, "masks": by_mask, "scores": by_change, "calls": by_call,
 }  # fmt: skip
 
 

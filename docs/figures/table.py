@@ -10,7 +10,10 @@ from docs.figures.store import SEEDS, FigureError, Stored, figure
 
 @dataclass(frozen=True)
 class Table:
-    """A grid of figures. The labels of rows and columns, and the text that replaces each in the cells' requests."""
+    """A grid of figures. The labels of rows and columns, and the text that replaces each in the cells' requests.
+
+    A row's text may contain `{column}`, and end with ` @ FILE`, the run of its cells.
+    """
 
     rows: dict[str, str]
     columns: dict[str, str]
@@ -41,14 +44,16 @@ class Rendered:
 def rendered(table: Table, results: Path) -> Rendered:
     """The table with its figures."""
     first = f"| {' | '.join([table.corner, *table.columns])} |".replace("|  |", "| |")
-    lines = [first, "|---" * (first.count("|") - 1) + "|"]
+    lines = [first, "|---" * (first.replace(r"\|", "").count("|") - 1) + "|"]
     files: dict[str, Stored] = {}
     spread, of_what = 0.0, "figure"
     noises: set[bool] = set()  # of cells with one ratio, whether their noise is shown
-    for label, row in table.rows.items():
-        cells = []
+    for label, text in table.rows.items():
+        row, at, which = text.partition(" @ ")
+        file, cells = at + which, []
         for column in table.columns.values():
             request = (table.cell or column).replace("{column}", column).replace("{row}", row)
+            request = request.replace("{column}", column) + file
             try:
                 found = figure(request, results)
             except FigureError:

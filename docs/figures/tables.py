@@ -19,11 +19,7 @@ _BOTH = {"forward": "forward", "forward and backward": "both"}
 _CHANGES = {"`sink`, learned": "sink", "`alibi`, fixed": "fixed_alibi", "`alibi`, learned": "alibi",
             "`softcap`": "softcap", "`relative` (T5's table), learned": "table", "`key_bias`, learned": "key_bias",
             "`bias`, learned": "bias", "`tile_bias`, learned": "tile_bias", "`function`": "function"}  # fmt: skip
-_MADE = {"CPU time": "cpu", "peak memory": "peak", "the mask": "size"}
-_PACKED = {"`masks.causal`": "causal", "`None`": "dense", "`partial(masks.local, window=65, causal=True)`": "window",
-           "a rule": "rule", "a function of the length": "function", "`masks.butterfly`": "butterfly"}  # fmt: skip
-_IDEAS = {"`NativeSparseAttention`": "NSA", "`MixtureOfBlocks`": "MoBA", "`BlockSelection`": "MSA",
-          "`TokenSelection`": "DSA", "`SpanSelection`": "QSA", "`VideoSparseAttention`": "VSA"}  # fmt: skip
+_IDEAS = {name: name for name in ("NSA", "MoBA", "MSA", "DSA", "QSA", "VSA")}
 _SPEED = "speed/{row}/{column}"
 _GENERATE = "generate/{row}/{column}"
 _TRANSFORMERS = "huggingface/{row}"
@@ -48,65 +44,85 @@ TABLES = {
                                ("together", ("forward", "backward")))},
         "", "mask, live scores",
     ),
+    "speed-beside-others": Table(
+        {"FlexAttention, six masks": "*/{column}/flex / speed/*/{column}/sparseflash @ h200",
+         **{f"cuDNN, {mask}": f"{mask}/{{column}}/sdpa-cudnn / speed/{mask}/{{column}}/sparseflash"
+            for mask in ("dense", "causal")}},
+        _PASSES, "speed/{row}", "compared with",
+    ),
+    "speed-over-dense": Table(
+        {label: row for label, row in _SIX.items() if row not in ("dense", "causal")}, _PASSES,
+        "speed/dense/{column}/fa4 / speed/{row}/{column}/sparseflash @ h200", "mask, live scores",
+    ),
+    "deterministic": Table(
+        {"dense": "dense", "causal": "causal",
+         "windows of 64 and 256 keys on each side": "window{64,256} @ h200-windows"},
+        {f"D={dim} backward": f"{dim}/backward" for dim in (128, 64)},
+        f"{_SPEED}/fa4-deterministic / {_SPEED}/sparseflash", "compared with its deterministic mode",
+    ),
+    "cudnn-sparse": Table(
+        {f"blocks of {block}": f"blocks-of-{block}/*" for block in (64, 128)}, _PASSES,
+        f"{_SPEED}/cudnn-sparse / {_SPEED}/sparseflash @ h200-block-sparse-peers", "compared with cuDNN", "none",
+    ),
     "workloads": Table(
         {
-            "causal, 8K, batch 4, 32:8 heads, D=128": "llama-causal-8k/128",
-            "causal, 2K, batch 16, D=128": "causal-16x2k/128",
-            "causal, 8K, D=32": "causal-8k-d32/32",
-            "causal, 8K, D=64": "causal-8k-d64/64",
-            "causal, 8K, D=80": "causal-8k-d80/80",
-            "causal, 8K, D=96": "causal-8k-d96/96",
-            "causal, 8K, D=128": "causal-8k-d128/128",
-            "causal, 1K, batch 32, D=64": "gpt2-32x1k/64",
             "dense, 512, batch 64, D=64": "bert-64x512/64",
+            **{f"dense, 4K, batch 2, D={dim}": f"dense-4k-d{dim}/{dim}" for dim in (32, 64, 72, 80, 96)},
+            "dense, 16K, 32 heads, D=64 (older)": "dense-16k-d64/64",
+            "causal, 1K, batch 32, D=64": "gpt2-32x1k/64",
+            "causal, 2K, batch 16, D=128": "causal-16x2k/128",
+            **{f"causal, 8K, D={dim}": f"causal-8k-d{dim}/{dim}" for dim in (32, 64, 80, 96, 128, 192, 256)},
+            "causal, 8K, D=192, values D=128": "deepseek-causal-8k/192",
+            "causal, 8K, batch 4, 32:8 heads, D=128": "llama-causal-8k/128",
+            "causal, 16K, 32 heads, D=64 (older)": "causal-16k-d64/64",
             "1K queries, 64K keys, D=128": "cross-1k-64k/128",
             "128 queries, 64K keys, batch 8, D=128": "cross-128-64k/128",
+            **{f"windows of 64 and 256 keys on each side, 16K, {heads} heads, D={dim}":
+                   f"window{{64,256}}/{dim} @ h200-windows" for heads, dim in ((16, 128), (32, 64))},
             "window 1,000, 32K, 32:8 heads, D=128": "window-1000-32k/128",
+            "window 1,024, 16K, D=64 (older)": "window-1024-16k-d64/64",
             "window 1,024, 16K, D=96": "window-1024-d96/96",
+            "window 1,024, 16K, D=256 (older)": "window-1024-16k-d256/256",
             "window 4,096, 64K, 32 heads, D=64": "window-4096-64k-d64/64",
             "32 packed documents, causal, 64K, D=128": "documents-64k/128",
+            "Longformer, window 512, 16K, D=64 (older)": "longformer-16k/64",
+            "image, 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64 @ h200-shapes",
+            "video, 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64 @ h200-shapes",
         },
-        _beside("sparseflash"), "", "workload", "none",
-        "none: cuDNN computes sparse masks densely; at D=80 FlashAttention-4's gradients were wrong.",
-    ),
-    "workloads-older": Table(
-        {
-            "causal, 16K, 32 heads, D=64": "causal-16k-d64/64",
-            "dense, 16K, 32 heads, D=64": "dense-16k-d64/64",
-            "window 1,024, 16K, D=64": "window-1024-16k-d64/64",
-            "window 1,024, 16K, D=256": "window-1024-16k-d256/256",
-            "Longformer, window 512, 16K, D=64": "longformer-16k/64",
-        },
-        _beside("sparseflash"), "", "workload", "none", "none: as above.",
-    ),
-    "head-dims": Table(
-        {f"{mask}, D={dim}": f"{case}-d{dim}/{dim}"
-         for mask, case, dims in (("dense, 4K, batch 2", "dense-4k", (32, 64, 72, 80, 96)),
-                                  ("causal, 8K", "causal-8k", (192, 256))) for dim in dims},
-        {label: f"{request} @ h200-head-dims" for label, request in _beside("sparseflash").items()}, "", "workload",
-        "none", "none: FlashAttention-4's gradients were wrong.",
-    ),
-    "shapes": Table(
-        {"causal, 8K, queries and keys D=192, values D=128": "deepseek-causal-8k/192",
-         "image of 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64",
-         "video of 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64"},
-        {label: f"{request} @ h200-shapes" for label, request in _beside("sparseflash").items()}, "", "workload",
-        "none", "none: as above.",
+        _beside("sparseflash"), "", "mask and shape", "none",
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
         "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "score modification",
         bold=False,
     ),
+    "chosen-blocks": Table(
+        {f"{tokens:,} tokens, {mask}, {label}":
+             f"{case}/known/{passed}/{{column}} / selection/{case}/{way.format(passed)} @ {run}"
+         for tokens, case, run in ((16_384, "16384-heads16of16-causal-16x128-a-block", "h200-blocks-newer"),
+                                   (65_536, "65536-heads64of4-causal-16x128-a-block", "h200"))
+         for mask, way in (("mask made before", "known/{}/sparseflash"),
+                           ("made each time", "chosen/{}/sparseflash-recorded"))
+         for label, passed in _BOTH.items()},
+        {"FlashAttention-4": "fa4", "FlexAttention": "flex"}, "selection/{row}", "compared with",
+    ),
+    "decode": Table(
+        {"1 cache of 65,536 tokens": "1x65536-heads32of8-new1", "8 or 64 of 65,536": "{8,64}x65536-heads32of8-new1",
+         "16 of 8,192": "16x8192-heads32of8-new1", "16 of 8,192, four new tokens": "16x8192-heads32of8-new4"},
+        {label: f"decode/{{row}}/{cache}/{peer} / decode/{{row}}/{cache}/sparseflash @ h200"
+         for label, cache, peer in (("SDPA, contiguous cache", "contiguous", "sdpa"),
+                                    ("FlashInfer, pages of 16 or 64", "pages-of-*", "flashinfer"))},
+        "", "caches", "none",
+    ),
     "calls": Table(
-        {"a call without gradients": "inference", "forward and backward": "forward-and-backward",
+        {"forward, no gradients": "inference", "forward and backward": "forward-and-backward",
          "forward and backward, one thread": "forward-and-backward-one-thread",
-         "new lengths and a call": "new-lengths-and-a-call",
-         "the same causal mask, made anew, and a call": "new-causal-mask-and-a-call",
-         "another window at every call": "another-window-and-a-call",
-         "`top_k_blocks` and a call": "top-k-blocks-and-a-call"},
+         "forward, new padding lengths each time": "new-lengths-and-a-call",
+         "forward, the same causal mask requested again": "new-causal-mask-and-a-call",
+         "forward, a new window size each time": "another-window-and-a-call",
+         "forward, `top_k_blocks` each time": "top-k-blocks-and-a-call"},
         {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"}, "calls/{row}/{column} @ h200",
-        "host time in µs", "none", units=False,
+        "host time, µs", "none", units=False,
     ),
     "gpt": Table(
         {"1,024 tokens, batch 64": "small-1024", "4,096 tokens, batch 16": "small-4096"},
@@ -153,6 +169,12 @@ TABLES = {
         "right answers", "not run",
         "± is the standard deviation of five runs (Path-X) or three (Path-256); a figure without ± is one run.",
     ),
+    "lm-speed": Table(
+        {f"{tokens:,} tokens": str(tokens) for tokens in (16_384, 65_536)},
+        {"SDPA, dense": "dense/tokens/sdpa", "sparseflash, dense": "dense/tokens/sparseflash",
+         "sparseflash, `local \\| butterfly`": "local-or-butterfly/tokens/sparseflash"},
+        "lm-speed/124m/{row}/{column}", "context",
+    ),
     "lm-losses": Table(
         {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
          "16,384 tokens, a window of 1,024": "16384-window", "2,048 tokens, dense": "2048-dense"},
@@ -160,13 +182,13 @@ TABLES = {
         "context, mask", note="One seed.",
     ),
     "lm-chosen": Table(
-        {"training": "grouped/speed", "time": "grouped/minutes", "loss on other authors": "grouped/test-loss",
-         "validation loss": "grouped/loss", "after 9.4 million tokens": "grouped/loss-at-equal-tokens",
-         "right block, 512 tokens before": "grouped/right-blocks-of-sentence-512-back",
-         "1,024 tokens before": "grouped/right-blocks-of-sentence-1024-back",
-         "generation": "grouped-generate/1x32768/tokens", "16 at once": "grouped-generate/16x32768/tokens"},
-        {"dense": "dense", "MSA": "msa"}, "lm/{row}/32768-{column}", "32,768 tokens", "none",
-        "One seed. Right block: how often a choice held a sentence read before.",
+        {"training time": "grouped/minutes", "training speed": "grouped/speed",
+         "validation loss after this time": "grouped/loss",
+         "validation loss after 9.4 million tokens": "grouped/loss-at-equal-tokens",
+         "test loss, other authors": "grouped/test-loss",
+         "generation, 1 sequence": "grouped-generate/1x32768/tokens",
+         "generation, 16 sequences": "grouped-generate/16x32768/tokens"},
+        {"dense": "dense", "MSA": "msa"}, "lm/{row}/32768-{column}", "32,768 tokens of context", note="One seed.",
     ),
     "recall": Table(
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
@@ -179,8 +201,7 @@ TABLES = {
         {f"{tokens:,} tokens, {label}":
              f"selection/{{row}}/{tokens}/{passed}/sdpa / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
          for tokens in (8192, 16_384, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
-        "", "speed over dense attention's (SDPA)", "not run",
-        "Attention of the layer alone in its paper's sizes, its choice included, with random inputs.",
+        "", "compared with SDPA, dense", "not run", "± ?: the spread was not measured.",
     ),
     "ideas-fa4": Table(
         {label: name for label, name in _IDEAS.items() if name != "DSA"},
@@ -188,36 +209,15 @@ TABLES = {
              f"selection/{{row}}/8192/{passed}/fa4 / selection/{{row}}/8192/{passed}/{way} @ h200-ideas-fa4"
          for graph, way in (("", "sparseflash"), (", in a CUDA graph", "sparseflash-recorded"))
          for label, passed in (("forward", "forward"), ("both passes", "both"))},
-        "", "speed over FlashAttention-4's at 8,192 tokens", "none",
-        "none: FlashAttention-4's backward refuses values of another width than the keys' in groups of heads.",
+        "", "compared with FlashAttention-4, 8,192 tokens", "none",
+        "none: FlashAttention-4's backward refuses grouped heads whose values are wider or narrower than the keys.",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
         {"portable kernels": "worst/triton", "Hopper kernels": "worst/hopper",
          "cases, portable": "cases/triton", "cases, Hopper": "cases/hopper"},
         "exactness/{row}/{column}", "largest error / allowed error", "none",
-        "At most 1 is within the bound. none: the Hopper kernels take no fp32.", units=False,
-    ),
-    "masks-made": Table(
-        {
-            "1,048,576 tokens, `local`, 256 keys": "million/local-causal",
-            "1,048,576 tokens, `butterfly`": "million/butterfly",
-            "1,048,576 tokens, `bigbird`": "million/bigbird",
-            "1,048,576 tokens, `documents`": "million/documents",
-            "1,048,576 tokens, `causal`, 34 million tiles": "million/causal",
-            "1,048,576 tokens, `dense`, 67 million tiles": "million/dense",
-            "1,048,576 tokens, `fixed`, 34 million tiles": "million/fixed",
-            "1,048,576 tokens, lists of 16 blocks of 64, two heads": "block-index/1048576",
-            "30 x 48 x 80, window 18 x 24 x 24, in tiles": "video/tile-order",
-            "the same in row-major order": "video/row-major",
-            "32 x 64 x 64, the same window, in Hilbert order": "video/hilbert-order",
-            "256 x 256, window 80 x 80, in tiles": "image/256x256/tile-order",
-        },
-        _MADE, "masks/{row}/{column}/sparseflash", "mask",
-    ),
-    "masks-packed": Table(
-        _PACKED, {"10 sequences": "10", "100": "100", "1,000": "1000", "3,000": "3000", "10,000": "10000"},
-        "masks/varlen/{column}/cpu/{row} / masks/varlen/{column}/cpu/documents", "pattern", bold=False,
+        "none: the Hopper kernels take no fp32.", units=False,
     ),
     "triton-versions": Table(
         versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,

@@ -10,12 +10,12 @@ NAMES = "triton-versions/*/*/*"  # lease, case and head dim; times are compared 
 
 
 def sentence() -> str:
-    """The sentence in README.md and the tutorial."""
+    """The sentence in README.md."""
     first, last = MEASURED[0].triton, MEASURED[-1].triton
     return (
-        f"The Hopper kernels were timed under PyTorch {MEASURED[0].torch[0]}, with each Triton from {named((first,))} "
-        f"to {named((last,))} (PyTorch {releases()} install these). Under any other Triton, each Hopper kernel is "
-        "tested once, before its first use."
+        f"The Hopper kernels were timed with Triton {named((first,))} to {named((last,))}, which PyTorch {releases()} "
+        f"install, always under PyTorch {MEASURED[0].torch[0]}. Under any other Triton, each Hopper kernel is tested "
+        "before its first use."
     )
 
 

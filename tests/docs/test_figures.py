@@ -210,6 +210,13 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
     assert "must be a measured name" in page("<!-- table: peers --><!-- /table -->\n").errors[0]
 
 
+def test_a_row_may_name_its_run_and_contain_the_column(results):
+    rows = {"older": "dense/64/{column} @ h100", "newer": "dense/64/{column}"}
+    found = rendered(Table(rows, {"a \\| b": "forward/sparseflash"}, "speed/{row}", "run"), results)
+    assert [*found.files] == ["speed/h100", "speed/h200"]
+    assert found.text.splitlines()[:2] == ["| run | a \\| b |", "|---|---|"]
+
+
 def test_runs_of_one_machine_are_listed_below_it(page):
     names = ("speed/causal/64/forward/fa4", "pathx/images/butterfly", "memory/dense/sparseflash @ cpu")
     text = "".join(f"A <!-- figure: {name} --><!-- /figure -->.\n" for name in names)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from docs import support as told
+from docs.calls import SCORES
 from sparseflash import explain, masks, scores
 from sparseflash.backends.triton.hopper import support
 
@@ -55,3 +56,18 @@ def test_rows_cover_every_score_modification_that_exists():
     named = set(re.findall(r"`(\w+)`", page))
     helpers = {"Scores", "clipped", "t5_buckets", "tile_values", "relative_3d"}
     assert set(scores.__all__) - helpers <= named
+
+
+@pytest.mark.parametrize(
+    ("features", "text"),
+    [
+        ([], ""),
+        (["dropout", "mask by batch"], "dropout, a mask for each batch element"),
+        (["mask", "mask by head", "mask by batch"], "masks"),
+        (["bias", "function"], "`scores.bias`, `scores.function`"),
+        (["dropout", *SCORES], "dropout, score modifications"),
+        ([each for each in SCORES if each != "bias"], "score modifications (except `scores.bias`)"),
+    ],
+)
+def test_what_a_call_does_not_take_is_said_in_few_words(features, text):
+    assert told.without(features) == text
