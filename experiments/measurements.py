@@ -84,9 +84,14 @@ class Ratio(NamedTuple):
     spread: float | None
 
     @property
+    def noise(self) -> float | None:
+        """By how much the ratio may be too large or too small: it times its spread."""
+        return None if self.spread is None else self.value * self.spread
+
+    @property
     def above_noise(self) -> bool:
-        """Whether the ratio is above 1 by more than its spread; False if the spread is not known."""
-        return self.spread is not None and self.value > 1 + self.spread
+        """Whether the ratio is above 1 by more than its noise; False if that is not known."""
+        return self.noise is not None and self.value - self.noise > 1
 
 
 def current_run(

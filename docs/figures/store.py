@@ -113,8 +113,8 @@ def _sum(file: Stored, names: str) -> Measurement:
 
 
 def noise(each: Ratio) -> float | None:
-    """The noise of a ratio: the relative spreads of both times added, rounded up to two places."""
-    return None if each.spread is None else math.ceil(round(100 * each.spread, 6)) / 100
+    """The noise of a ratio, rounded up to two places."""
+    return None if each.noise is None else math.ceil(round(100 * each.noise, 6)) / 100
 
 
 def verdict(each: Ratio) -> str:

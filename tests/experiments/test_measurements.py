@@ -37,7 +37,9 @@ def test_ratio_is_the_peers_value_over_ours():
     found = ratio(FIGURES, PEER, OURS)
     assert found == pytest.approx((2.0, 0.03))
     assert found.above_noise
+    assert found.noise == pytest.approx(0.06)
     assert not ratio([dataclasses.replace(FIGURES[0], value=0.315), FIGURES[1]], PEER, OURS).above_noise
+    assert not ratio([dataclasses.replace(FIGURES[0], spread=0.6), FIGURES[1]], PEER, OURS).above_noise
 
 
 def test_a_ratio_of_unknown_noise_is_not_above_it():

@@ -21,7 +21,7 @@ def markdown(measurements: Sequence[Measurement], over: str = OURS) -> str:
     """A row for each case and pass, a column for each way; a row for each way if the ways are many.
 
     In brackets: rates, and the ratio to the value of the way `over` in the same row. For times, above 1 means that
-    `over` is faster. A ratio that exceeds 1 by more than both spreads is bold.
+    `over` is faster. A ratio that exceeds 1 by more than its noise is bold.
     """
     rows: dict[str, dict[str, Measurement]] = {}
     for each in measurements:
