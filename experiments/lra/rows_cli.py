@@ -10,8 +10,8 @@ from experiments.lra import arena
 from experiments.lra.config import HELP, Config, configure
 from experiments.lra.find_data import find_data
 from experiments.lra.model.masks import several
-from experiments.lra.no_attention.network import Length
-from experiments.lra.no_attention.results import measured
+from experiments.lra.no_attention.measure import measured
+from experiments.lra.no_attention.network import configured
 from experiments.lra.session import Session
 from experiments.lra.table.accuracy import collect
 from experiments.lra.table.records import of_accuracies, run_of_runs
@@ -91,6 +91,10 @@ def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
     return {task: Path(path) for task, path in found.items()}
 
 
+@settings_as_options(
+    Config, "minutes", "steps", "batch", "lr", "warmup", "weight_decay", "width", "depth", "dropout", "augment",
+    "cutmix", "label_smoothing", "average", "precision", "recorded",
+)  # fmt: skip
 def no_attention_command(
     record: Annotated[Path, typer.Option(help="File of measurements to write.")],
     rows: Annotated[str, typer.Option(help="Tasks, with commas between them.")] = "listops",
@@ -98,12 +102,16 @@ def no_attention_command(
         str,
         typer.Option(
             help="bag: logistic regression on how often each token occurs; runs: the same of runs of up to 4 tokens; "
-            "cnn: a small convolutional network."
+            "cnn: a small convolutional network, 2-D of images and 1-D of sequences."
         ),
     ] = "bag,runs",
     seeds: Annotated[str, typer.Option(help="Seeds of the networks, with commas between them.")] = "0,1,2",
-    minutes: Annotated[float | None, typer.Option(help="Minutes to train a network.", show_default="no limit")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to train a network.", show_default="no limit")] = None,
+    preset: Annotated[
+        str,
+        typer.Option(help="Networks are trained as this preset's transformers: rules, best, or others of `train`."),
+    ] = "rules",
+    *,
+    chosen: dict[str, Any],
     data: Annotated[
         list[str] | None,
         typer.Option(help="TASK=PATH of the task's files, once for each task but ListOps.", show_default="none"),
@@ -111,17 +119,27 @@ def no_attention_command(
     device: Device = "auto",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """Fit models without attention to the arena's tasks, as baselines."""
+    """Fit models without attention to the arena's tasks, as baselines.
+
+    The options of training are for networks.
+    """
     with short_errors():
-        place, places, found = find_device(device), paths_of_tasks(data or []), []
+        place, places, found = find_device(device), paths_of_tasks(data or []), {}
+        trains = "cnn" in rules.split(",")
+        if chosen and not trains:
+            raise ValueError(f"--{next(iter(chosen)).replace('_', '-')} is for --rules cnn; got {rules}")
+        if trains and not chosen.keys() & {"minutes", "steps"}:
+            raise ValueError("a network needs an end: give --minutes or --steps")
         run = current_run(place, command_line("experiments.lra", without=(*LOCAL, "--data")), commit=commit)
         for task in rows.split(","):
-            loaded = find_data(configure(None, {"task": task}), places.get(task), console)
+            of_task = {**chosen, "device": device, "task": task}
+            config = configured(preset, of_task) if trains else configure(None, of_task)
+            loaded = find_data(config, places.get(task), console)
             for rule in rules.split(","):
-                each = measured(loaded, rule, series.parsed(seeds), Length(steps, minutes), place)
-                found.append(each)
-                write_record(record, run, found)
-                console.print(f"{each.name}: {each.value:.2f} % {each.settings}", soft_wrap=True, highlight=False)
+                for each in measured(loaded, rule, config, series.parsed(seeds), console):
+                    found[each.name] = each
+                    write_record(record, run, found.values())
+                    console.print(f"{each.name}: {each.value:.2f} % {each.settings}", soft_wrap=True, highlight=False)
 
 
 def record_command(

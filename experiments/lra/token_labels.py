@@ -38,7 +38,7 @@ class TokenLabelClassifier(Classifier):
         self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = self.encode(ids, lengths, places, padded)
-        logits = self.answers(x, lengths)
+        logits = self.head(x, lengths)
         return (logits, self.tracer(x)) if self.training else logits
 
 

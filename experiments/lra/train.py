@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from experiments.lra import weights
 from experiments.lra.config import Config, as_dict, from_saved
@@ -61,7 +62,9 @@ class Run(Trainer[Batch]):
         resume: bool = False,
         overwrite: bool = False,
         ranks: Ranks = SINGLE,
+        model: nn.Module | None = None,
     ) -> None:
+        """model: a network without attention, on its device; None: the transformer of the settings."""
         self.config, self.data = config, data
         ranks.check_context_parallel(config.context_parallel)
         ranks.check_batch(config.batch, "--batch")
@@ -80,9 +83,10 @@ class Run(Trainer[Batch]):
         self.order = Order(len(data.train), config.batch, config.seed, sizes, ranks.share)
         self.mask = mask_of(config)
         self.fingerprint = fingerprint(data)
-        model = build_model(config, data.task, self.mask.to(device))
-        if ranks.mesh is not None:
-            self.shared = model.share_sequences(ranks)
+        if model is None:
+            model = build_model(config, data.task, self.mask.to(device))
+            if ranks.mesh is not None:
+                self.shared = model.share_sequences(ranks)
         super().__init__(
             folder,
             model,

@@ -7,8 +7,9 @@ from torch import nn
 def adamw(
     model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.98)
 ) -> torch.optim.AdamW:
-    """Weight decay on the matrices of linear layers only."""
-    matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    """Weight decay on the weights of linear layers and of convolutions only."""
+    weighted = (nn.Linear, nn.Conv1d, nn.Conv2d)
+    matrices = [module.weight for module in model.modules() if isinstance(module, weighted)]
     chosen = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in chosen]
     groups = [

@@ -113,7 +113,7 @@ _EXPERIMENTS = {
     "lra/data": "lra/tasks training",
     "lra/data/listops": "training",
     "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
-    "lra/no_attention": "measurements.py lra/data lra/tasks pathfinder/cnn training",
+    "lra/no_attention": "measurements.py lra lra/data lra/model lra/table lra/tasks pathfinder/cnn training",
     "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
     "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",

@@ -18,9 +18,26 @@ from sparseflash import BlockMask
 POOLS = ("cls", "first", "mean", "max", "mean+max")
 
 
+class Head(nn.Sequential):
+    """Logits [B, C] of features [B * T, N, W]. towers: sequences per example; two are read as [x, y, x * y, x - y] (the
+    arena's "NLI"). pool: "cls" and "first" read position 0; "mean" and "max" all live positions."""
+
+    def __init__(self, width: int, mlp: int, classes: int, towers: int, pool: str) -> None:
+        features = width * (2 if pool == "mean+max" else 1) * (1 if towers == 1 else 4)
+        super().__init__(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
+        self.towers, self.pool = towers, pool
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        pooled = pool(x, lengths, self.pool)  # [B * T, W]
+        if self.towers == 2:
+            first, second = pooled[0::2], pooled[1::2]
+            pooled = torch.cat([first, second, first * second, first - second], dim=-1)
+        logits: Tensor = super().forward(pooled)
+        return logits
+
+
 class Classifier(Encoder):
-    """towers: sequences per example; with two, the head reads [x, y, x * y, x - y] (the arena's "NLI"). pool: "cls" and
-    "first" read position 0; "mean" and "max" all live positions."""
+    """towers, pool: see Head."""
 
     def __init__(
         self,
@@ -36,19 +53,10 @@ class Classifier(Encoder):
         if pool not in POOLS:
             raise ValueError(f"pool must be one of {', '.join(POOLS)}; got {pool!r}")
         super().__init__(masks, width=width, mlp=mlp, first=int(pool == "cls"), **sizes)
-        self.pool, self.towers = pool, towers
-        features = width * (2 if pool == "mean+max" else 1) * (1 if towers == 1 else 4)
-        self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
+        self.head = Head(width, mlp, classes, towers, pool)
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        return self.answers(self.encode(ids, lengths, places, padded), lengths)
-
-    def answers(self, x: Tensor, lengths: Tensor) -> Tensor:
-        pooled = pool(x, lengths, self.pool)  # [B * T, W]
-        if self.towers == 2:
-            first, second = pooled[0::2], pooled[1::2]
-            pooled = torch.cat([first, second, first * second, first - second], dim=-1)
-        logits: Tensor = self.head(pooled)
+        logits: Tensor = self.head(self.encode(ids, lengths, places, padded), lengths)
         return logits
 
 

@@ -19,6 +19,7 @@ MEGA = {"listops": 63.1, "text": 90.4, "retrieval": 91.3, "image": 90.4, "pathfi
 TASKS = ("listops", "text", "books-matching", "image", "pathfinder32", "pathfinder128")
 NAMES = {"pathfinder32": "Pathfinder-32", "pathfinder128": "Path-X", "listops": "ListOps"}
 WITHOUT = "no-attention"
+CNNS = ("small-cnn", "unet")
 ALONE = "local-n-window-1"  # a model whose tokens see themselves alone
 PATHX = "pathx/path-x/accuracy/labels-alone/"  # of ../pathx
 RUNS = "runs.jsonl"
@@ -31,8 +32,8 @@ Written by `python -m experiments.lra record` from the files of this folder and 
 one setting, with all of its seeds; a line without ± is a single run. Accuracies are in percent. Their standard error is
 0.9 on the 2,000 expressions of ListOps, and 0.1 to 0.4 on the other tasks. The best setting of a task is the best in
 validation, or in the test if there was no validation. For text, as in the arena, the validation examples are a part of
-the test split. Where the best setting has no dense model, the column shows another setting: its dense model, and
-in brackets its sparse model.
+the test split. The best model without attention is the best in the test. Where the best setting has no dense model,
+the column shows another setting: its dense model, and in brackets its sparse model.
 
 """
 LIMITS = """
@@ -44,9 +45,9 @@ expression.
 What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; where it has no sparse
 figure, no transformer has been trained on it. The sparse Pathfinder-32 model in brackets shared its GPU, and took half
 as many steps as the dense one. Images are from JPEG, quality 75. ListOps, Pathfinder-32 and Path-X come from rewritten
-generators with the arena's parameters. The models of `best` also contain convolutions, and for images no convolutional
-network was trained for comparison. Settings were changed after test results of earlier settings were known. The extra
-help differs from row to row, so two rows compare two masks only if all else in them is equal. In Path-X,
+generators with the arena's parameters. Settings were changed after test results of earlier settings were known. The
+extra help differs from row to row, so two rows compare two masks only if all else in them is equal. The models of
+`best` also contain convolutions; networks of convolutions alone were trained on {cnn}. In Path-X,
 `block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage, about 0.8 million different ones;
 [the table of Path-X](../pathx/table.md) has the settings of its other rows. Further runs of 24 November are in
 accuracies.jsonl and runs.jsonl.
@@ -72,7 +73,9 @@ def rendered(folder: Path) -> str:
         by_task["pathfinder128"] = path_x  # in the file's order: the headline first
     models = shipped(folder.parents[1] / "weights")
     weights = {each.figure: f"[weights](../../weights/{each.folder.name})" for each in models}
-    page = TEXT + markdown(best(by_task)) + "\n" + LIMITS + markdown(every(by_task, weights)) + "\n"
+    cnn = [NAMES.get(task, task) for task, found in by_task.items() if has_cnn(found)]
+    limits = LIMITS.format(cnn=", ".join(cnn) or "no task")
+    page = TEXT + markdown(best(by_task)) + "\n" + limits + markdown(every(by_task, weights)) + "\n"
     tests = [each for each in stored if AGAIN in each.name]
     return page + TESTED + markdown(again(tests, weights)) + "\n" if tests else page
 
@@ -110,11 +113,15 @@ def validation(found: Measurement) -> float | None:
 
 
 def is_without(found: Measurement) -> bool:
-    return setting(found) == WITHOUT or found.way in ("unet", ALONE)
+    return setting(found) == WITHOUT or found.way in (*CNNS, ALONE)
 
 
 def setting(found: Measurement) -> str:
     return found.name.split("/")[3]
+
+
+def has_cnn(found: Sequence[Measurement]) -> bool:
+    return any(each.way in CNNS or "CNN" in each.settings.get("best_rule", "") for each in found)
 
 
 def is_dense(found: Measurement) -> bool:
@@ -131,7 +138,7 @@ def best(by_task: dict[str, list[Measurement]]) -> list[list[str]]:
     values = {}
     for task, found in by_task.items():
         sparse = next(filter(is_sparse, found), None)
-        without = next(filter(is_without, found), None)
+        without = max(filter(is_without, found), key=lambda each: each.value or 0, default=None)
         dense = next((each for each in found if sparse and is_dense(each) and setting(each) == setting(sparse)), None)
         seeds = 0 if sparse is None else len(runs_of(sparse))
         missing = [f"{SEEDS - seeds} seeds" if seeds < SEEDS else "", "" if dense else "dense"]

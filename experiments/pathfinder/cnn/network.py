@@ -19,15 +19,19 @@ class SmallCNN(nn.Module):
     torch.Size([3, 2])
     """
 
-    def __init__(self, size: int, width: int = 16, blocks: int = 1, classes: int = 2) -> None:
+    def __init__(
+        self, size: int, width: int = 16, blocks: int = 1, classes: int = 2, stages: int | None = None
+    ) -> None:
         """width: channels of the first stage, doubled at the next two. blocks: blocks of two convolutions in each
-        stage. classes: of other images.
+        stage. classes: of other images. stages: this many, of which the first keeps the size, for images whose answer
+        is in details; None: all halve it, until a place sees the whole image.
         """
         super().__init__()
         layers: list[nn.Module] = [*normed(1, width, kernel=3, stride=1), nn.ReLU()]
         channels = width
-        for wider in widths(size, width):
-            layers += [Block(channels, wider, stride=2), *(Block(wider, wider, stride=1) for _ in range(blocks - 1))]
+        for stage, wider in enumerate(widths(size, width)[:stages]):
+            stride = 1 if stages is not None and stage == 0 else 2
+            layers += [Block(channels, wider, stride), *(Block(wider, wider, stride=1) for _ in range(blocks - 1))]
             channels = wider
         self.trunk = nn.Sequential(*layers)
         self.head = nn.Linear(channels, classes)

@@ -96,7 +96,7 @@ def test_an_image_without_its_background_is_the_image_with_black_pixels_masked(p
     x = []
     model.norm.register_forward_hook(lambda module, args, out: x.append(out))
     model(pixels + 1, torch.tensor([1024, 1024]))
-    want = model.head(torch.stack([x[0][row][live[row]].mean(0) for row in range(2)]))
+    want = model.head(torch.stack([x[0][row][live[row]].mean(0, keepdim=True) for row in range(2)]), torch.ones(2))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
