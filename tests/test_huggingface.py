@@ -262,14 +262,13 @@ def test_each_layer_may_have_a_pattern_of_its_own():
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT2, MISTRAL, GPT_OSS, GEMMA3, GEMMA4], ids=name_of)
-@pytest.mark.parametrize("left", [0, 4])
-@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize(("left", "cache"), [(0, None), (4, None), (4, "static")])
 def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
     theirs, ours = pair(model)
     tokens = torch.ones(2, 9, dtype=torch.long)
     tokens[0, :left] = 0
     options = {
-        "attention_mask": tokens, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0,
+        "attention_mask": tokens, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0,
         "cache_implementation": cache,
     }  # fmt: skip
     assert torch.equal(theirs.generate(ids(9), **options), ours.generate(ids(9), **options))
@@ -382,7 +381,7 @@ def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
         model.set_attn_implementation("whole")
         graphs, counts = [], set()
         called = torch.compile(model, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
-        for padding in (9, 17, 30):
+        for padding in (9, 30):
             tokens = torch.ones(2, 70, dtype=torch.long)
             tokens[1, :padding] = 0
             inputs = {"attention_mask": tokens, "use_cache": False}
@@ -392,7 +391,7 @@ def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
         (count,) = counts
         return count
 
-    assert compiled(1) == compiled(4)
+    assert compiled(1) == compiled(2)
 
 
 @pytest.mark.parametrize("moves", [False, True])
