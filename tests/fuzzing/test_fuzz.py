@@ -72,10 +72,10 @@ def test_a_run_on_the_command_line_shows_the_call_that_failed(monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "methods", "--calls=30", "--seed=5"])
     fuzz.main()
     assert capsys.readouterr().out == "methods: 30 calls\n"
-    monkeypatch.setattr(masks, "causal", None)
+    monkeypatch.setattr(masks, "local", None)
     with pytest.raises(TypeError, match="'NoneType' object is not callable") as failure:
         fuzz.main()
-    assert "'causal'" in "".join(failure.value.__notes__)
+    assert "'local'" in "".join(failure.value.__notes__)
 
 
 def test_a_run_stops_at_the_call_by_which_a_gpu_failed(monkeypatch, capsys):

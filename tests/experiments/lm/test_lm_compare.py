@@ -46,8 +46,8 @@ def test_the_table_has_every_run_at_equal_tokens_and_positions(store, whole):
     assert found["corpus"]["hash"] == store.about["hash"]
     for each in found["runs"]:
         metrics = json.loads((out / each["run"] / "metrics.json").read_text())
-        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 4 * 512
-        assert list(each["at_tokens"]) == ["512", "1024", "1536"]
+        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 4 * 256
+        assert list(each["at_tokens"]) == ["256", "512", "768"]
         logged = {record["step"]: record["loss"] for record in read(out / each["run"]).of_kind("val")}
         assert list(each["at_tokens"].values()) == [logged[1], logged[2], logged[3]]
         assert [row[:2] for row in each["by_position"]][-1] == [32, 64]
