@@ -305,10 +305,11 @@ def test_calls_with_scores_are_prepared_once_and_read_what_each_is_given(monkeyp
     )
 
 
-def test_windows_and_sinks_may_end_anywhere_in_a_tile():
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_windows_and_sinks_may_end_anywhere_in_a_tile(q_len):
     """The tiles of the sinks and of the window may overlap."""
     g = generator(0)
-    q, (k, v) = torch.randn(4, 1, 3, 16, generator=g), torch.randn(2, 4, 1, 96, 16, generator=g)
+    q, (k, v) = torch.randn(4, 1, q_len, 16, generator=g), torch.randn(2, 4, 1, 96, 16, generator=g)
     lengths, starts = torch.tensor([96, 95, 64, 67]), torch.tensor([0, 5, 31, 32])
     for window in (1, 31, 32, 33, 64, 65, 96):
         for sinks in (0, 1, 32, 33, 64):

@@ -137,9 +137,8 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
         axis.set_ticks(at, _numbers(at))
     if max(mask.blocks) <= _MOST_GRID:  # two artists: a minor tick for each line would take most of a figure's time
         ax.grid(visible=False)
-        line = {"colors": GRID, "linewidths": 0.4}
-        ax.vlines(range(0, mask.k_len + 1, mask.block_k), 0, mask.q_len, **line)
-        ax.hlines(range(0, mask.q_len + 1, mask.block_q), 0, mask.k_len, **line)
+        ax.vlines(range(0, mask.k_len + 1, mask.block_k), 0, mask.q_len, colors=GRID, linewidths=0.4)
+        ax.hlines(range(0, mask.q_len + 1, mask.block_q), 0, mask.k_len, colors=GRID, linewidths=0.4)
     return meanings
 
 
