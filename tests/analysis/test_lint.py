@@ -262,7 +262,7 @@ def test_single_tokens_are_told_as_in_the_dense_matrix(mask, shift):
 
 @st.composite
 def square_masks(draw):
-    length, block, heads = draw(lengths(70)), draw(blocks()), draw(st.integers(1, 2))
+    length, block, heads = draw(lengths(100)), draw(blocks()), draw(st.integers(1, 2))
     dense = draw(dense_masks(length, length, 1, heads, block))
     if draw(st.booleans()):  # near the diagonal, which may connect
         dense = dense & (torch.arange(length)[:, None] - torch.arange(length)).abs().lt(draw(st.integers(1, 40)))
@@ -274,7 +274,7 @@ def square_masks(draw):
 @given(st.lists(square_masks(), min_size=1, max_size=2), st.sampled_from([0, 1 << 25]))
 def test_gaps_are_pairs_that_reach_leaves_out_for_ever(every, most_edges):
     every = [mask for mask in every if mask.q_len == every[0].q_len]
-    closure = reach(every, 70 * len(every)).to_dense()[0, 0]
+    closure = reach(every, 200 * len(every)).to_dense()[0, 0]
     (element,) = elements(every)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparseflash.analysis.connectivity._MOST_EDGES", most_edges)

@@ -69,9 +69,9 @@ def test_gradients_that_are_not_finite_are_failures(dtype, scale):
 
 
 def test_a_run_on_the_command_line_shows_the_call_that_failed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "modules", "--calls=30", "--seed=5"])
+    monkeypatch.setattr(sys, "argv", ["fuzz", "--family", "attention", "--calls=30", "--seed=5"])
     fuzz.main()
-    assert capsys.readouterr().out == "modules: 30 calls\n"
+    assert capsys.readouterr().out == "attention: 30 calls\n"
     monkeypatch.setattr(masks, "causal", None)
     with pytest.raises(TypeError, match="'NoneType' object is not callable") as failure:
         fuzz.main()

@@ -183,7 +183,7 @@ def test_the_settings_of_a_case_are_its_own_whatever_else_is_chosen():
 
 
 def test_rates_are_tuned_for_each_case_and_then_trained_with_several_seeds(store, tmp_path):
-    grid = invoke(store, tmp_path / "grid", "--lrs=1e-4,1e-2", steps=2)
+    grid = invoke(store, tmp_path / "grid", "--lrs=1e-4,1e-2")
     assert grid.exit_code == 0, grid.output
     runs = json.loads((tmp_path / "grid" / "compare.json").read_text())["runs"]
     assert [each["run"] for each in runs] == [f"{name}-lr{rate}" for name in NAMES for rate in ("0.0001", "0.01")]
@@ -193,10 +193,8 @@ def test_rates_are_tuned_for_each_case_and_then_trained_with_several_seeds(store
     for case in cases:
         of_case = [each for each in runs if (each["pattern"], each["attention"]) == (case.pattern, case.attention)]
         assert tuned[case] == min(of_case, key=lambda each: each["val_loss"])["lr"]
-    done = invoke(
-        store, tmp_path / "seeds", f"--lr-from={tmp_path / 'grid'}", "--seeds=3,4", f"--record={tmp_path / 'r.jsonl'}",
-        steps=2,
-    )  # fmt: skip
+    words = f"--lr-from={tmp_path / 'grid'}", "--seeds=3,4", f"--record={tmp_path / 'r.jsonl'}"
+    done = invoke(store, tmp_path / "seeds", *words)
     assert done.exit_code == 0, done.output
     runs = json.loads((tmp_path / "seeds" / "compare.json").read_text())["runs"]
     assert [(each["run"], each["seed"]) for each in runs] == [
