@@ -113,6 +113,7 @@ def test_equal_inputs_have_equal_bits_in_whatever_order_lists_are(heads, q_len, 
 
 @few
 @given(HEADS, st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(1, 40), SEEDS)
+@example((1, 1, 1), 40, 5, 3, 40, 0)  # two words of queries
 def test_the_places_of_choices_are_sorted_by_token_then_query(heads, q_len, k_len, choices, queries, seed):
     batch, kv_heads, _ = heads
     (q, k, v), index = drawn((batch, kv_heads, 1), q_len, k_len, (16, 16), choices, torch.float32, seed)
