@@ -99,12 +99,12 @@ def gradients_of(tensors, index, **more):
 
 
 @few
-@given(HEADS, st.integers(1, 8), st.integers(1, 40), st.integers(1, 20), DTYPES, SEEDS)
+@given(HEADS, st.integers(1, 4), st.integers(1, 20), st.integers(1, 8), DTYPES, SEEDS)
 def test_equal_inputs_have_equal_bits_in_whatever_order_lists_are(heads, q_len, k_len, choices, dtype, seed):
     tensors, index = drawn(heads, q_len, k_len, (16, 16), choices, dtype, seed)
     first = gradients_of(tensors, index)
     shuffled = index[..., torch.randperm(choices, generator=generator(seed))]
-    for other in (index, shuffled, shuffled.int(), index.sort(-1).values):
+    for other in (index, shuffled.int(), index.sort(-1).values):
         assert all(map(torch.equal, first, gradients_of(tensors, other)))
     distinct = torch.rand(*index.shape[:3], k_len, generator=generator(seed)).argsort(-1)[..., :choices]
     first = gradients_of(tensors, distinct)  # what is in order is not sorted again
@@ -112,7 +112,8 @@ def test_equal_inputs_have_equal_bits_in_whatever_order_lists_are(heads, q_len, 
 
 
 @few
-@given(HEADS, st.integers(1, 40), st.integers(1, 40), st.integers(1, 12), st.integers(1, 40), SEEDS)
+@given(HEADS, st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(1, 40), SEEDS)
+@example((1, 1, 1), 40, 5, 3, 40, 0)  # two words of queries
 def test_the_places_of_choices_are_sorted_by_token_then_query(heads, q_len, k_len, choices, queries, seed):
     batch, kv_heads, _ = heads
     (q, k, v), index = drawn((batch, kv_heads, 1), q_len, k_len, (16, 16), choices, torch.float32, seed)
@@ -140,14 +141,21 @@ def test_the_places_of_choices_are_sorted_by_token_then_query(heads, q_len, k_le
     assert covered == len(live)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("scratch", "queries"), [(1, 1024), (1 << 14, 3), (2 << 30, 4), (200, 1024)])
+@pytest.mark.parametrize(
+    ("scratch", "queries", "dtype"),
+    [
+        (1, 1024, torch.float32), (1 << 14, 3, torch.float32), (2 << 30, 4, torch.float32),
+        (1, 1024, torch.float16), (64, 1024, torch.float16),
+    ],
+)  # fmt: skip
 def test_chunks_of_queries_add_up(scratch, queries, dtype):
-    (q, k, v), index = drawn((2, 2, 2), 11, 100, (16, 16), 9, dtype, 0)
-    mask = BlockMask.from_dense(live_of(index, 2, 100, True), block=16)
+    (q, k, v), index = drawn((1, 2, 2), 7, 70, (16, 16), 9, dtype, 0)
+    mask = BlockMask.from_dense(live_of(index, 2, 70, True), block=16)
+    by_tiles = dtype == torch.float16
     with mock.patch.object(gradients, "_SCRATCH", scratch), mock.patch.object(gradients, "_MOST_QUERIES", queries):
         of = sizes_of(q, k, v, 16, 9, 1.0, backward=True)
-        assert len(gradients.chunks_of(of, 9 * (4 * 32 + 2 * 4 * 2), queries)) > 1 or scratch > 1 << 20
+        of_query = 70 // 8 + 4 * 2 if by_tiles else 9 * (4 * 32 + 2 * 4 * 2)
+        assert len(gradients.chunks_of(of, of_query, queries)) > 2  # of the two pairs
         testing.assert_exact(
             lambda q, k, v: token_attention(q, k, v, index, return_lse=True, backend="triton"), q, k, v, mask
         )
@@ -155,11 +163,11 @@ def test_chunks_of_queries_add_up(scratch, queries, dtype):
 
 @few
 @given(
-    st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 2, 12), (1, 1, 33)]), st.integers(1, 70), st.integers(1, 200),
-    st.sampled_from([(16, 16), (24, 40), (8, 5)]), st.integers(1, 8), st.sampled_from([1, 4]), st.booleans(),
+    st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 2, 12), (1, 1, 33)]), st.integers(1, 20), st.integers(1, 140),
+    st.sampled_from([(16, 16), (24, 40), (8, 5)]), st.integers(1, 4), st.sampled_from([1, 4]), st.booleans(),
     st.sampled_from([0, 1000]), SEEDS,
 )  # fmt: skip
-@example((1, 1, 12), 70, 200, (16, 16), 8, 4, True, 1000, 0)
+@example((1, 1, 12), 40, 140, (16, 16), 6, 4, True, 1000, 0)
 def test_keys_gather_queries_by_tiles_or_queries_write_rows(
     heads, q_len, k_len, dims, choices, span, causal, worth, seed
 ):
@@ -179,7 +187,7 @@ def test_keys_gather_queries_by_tiles_or_queries_write_rows(
 
 
 @few
-@given(HEADS, st.integers(1, 90), st.integers(1, 140), st.integers(1, 12), SEEDS)
+@given(HEADS, st.integers(1, 40), st.integers(1, 140), st.integers(1, 6), SEEDS)
 def test_the_queries_of_a_tile_are_in_order(heads, q_len, k_len, choices, seed):
     (q, k, v), index = drawn(heads, q_len, k_len, (16, 16), choices, torch.float16, seed)
     of = sizes_of(q, k, v, 16, choices, 1.0, backward=True)

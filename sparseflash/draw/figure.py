@@ -18,7 +18,6 @@ from sparseflash.draw.scores import MEANINGS, kinds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     from sparseflash.blockmask import BlockMask
@@ -133,12 +132,13 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
     ax.set_title(f"{panel.title}\n{_percent(share)} live" if panel.title else f"{_percent(share)} live", fontsize=10)
     ax.set_xlabel("key (token)")
     ax.set_ylabel("query (token)")
-    _label(ax.xaxis, mask.k_len, mask.block_k)
-    _label(ax.yaxis, mask.q_len, mask.block_q)
-    if max(mask.blocks) <= _MOST_GRID:
-        ax.grid(which="minor", color=GRID, linewidth=0.4)
-        ax.grid(which="major", visible=False)
-    ax.tick_params(which="minor", length=0)
+    for axis, length in ((ax.xaxis, mask.k_len), (ax.yaxis, mask.q_len)):
+        at = sorted({round(length * quarter / 4) for quarter in range(5)})
+        axis.set_ticks(at, _numbers(at))
+    if max(mask.blocks) <= _MOST_GRID:  # two artists: a minor tick for each line would take most of a figure's time
+        ax.grid(visible=False)
+        ax.vlines(range(0, mask.k_len + 1, mask.block_k), 0, mask.q_len, colors=GRID, linewidths=0.4)
+        ax.hlines(range(0, mask.q_len + 1, mask.block_q), 0, mask.k_len, colors=GRID, linewidths=0.4)
     return meanings
 
 
@@ -176,14 +176,6 @@ def _patches(meanings: list[tuple[str, str]]) -> list[object]:
 
     distinct = dict.fromkeys(meanings)
     return [Patch(facecolor=colour, edgecolor="#999999", label=meaning) for colour, meaning in distinct]
-
-
-def _label(axis: Axis, length: int, block: int) -> None:
-    at = sorted({round(length * quarter / 4) for quarter in range(5)})
-    axis.set_ticks(at, _numbers(at))
-    if -(-length // block) <= _MOST_GRID:
-        axis.remove_overlapping_locs = False  # otherwise a major tick would remove the grid line at its position
-        axis.set_ticks(range(0, length + 1, block), minor=True)
 
 
 def _numbers(ticks: list[int]) -> list[str]:

@@ -73,7 +73,6 @@ def ways(draw, *strategies):
 
 
 @given(problem=drawn_problems(), ranks=st.integers(2, 4), way=ways("keys"))
-@settings(max_examples=2 * settings().max_examples)
 def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, way):
     mask = problem.mask
     assume(has_blocks_for(mask, ranks))
@@ -235,7 +234,6 @@ def drawn_scores(*dtypes, kinds=(*SHARDED, *FUNCTIONS), most_heads=4, most_token
     case=drawn_scores(torch.float32, torch.float64, torch.bfloat16), ranks=st.integers(2, 4),
     way=ways("keys", "queries"),
 )  # fmt: skip
-@settings(max_examples=2 * settings().max_examples)
 def test_changed_scores_are_as_exact(pool, case, ranks, way):
     assume(has_blocks_for(case.problem.mask, ranks))
     check_scored(pool, ranks, case, way)
@@ -263,7 +261,6 @@ def test_kernels_take_positions_in_the_whole_sequence(pool, case):
     problem=drawn_problems(dropouts=(0.1, 0.5, 0.9)), ranks=st.integers(2, 4),
     way=ways("keys", "keys", "queries", "heads"),
 )  # fmt: skip
-@settings(max_examples=2 * settings().max_examples)
 def test_dropout_is_that_of_one_process(pool, problem, ranks, way):
     assume(has_blocks_for(problem.mask, ranks))
     if way["strategy"] == "heads":

@@ -14,16 +14,22 @@ def test_there_are_notebooks():
     assert {path.stem for path in NOTEBOOKS} == {"listops", "pathx", "pattern"}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs(path, monkeypatch, tmp_path):
+def test_notebooks_run(monkeypatch, tmp_path):
+    """One after the other in one kernel, because to start one, with its imports, takes as long as a notebook."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")  # otherwise Jupyter warns about the place of its settings
-    notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
-    drawn = [cell for cell in notebook.cells if cell.source.endswith(("\nfigure", "\nImage(path)"))]
-    assert drawn and all(any("image/png" in output.get("data", {}) for output in cell.outputs) for cell in drawn)
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=300)
+    client.resources = {"metadata": {"path": str(NOTEBOOKS[0].parent)}}
+    with client.setup_kernel():
+        for path in NOTEBOOKS:
+            client.nb = nbformat.read(path, as_version=4)
+            client.nb.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+            for number, cell in enumerate(client.nb.cells):
+                client.execute_cell(cell, number)
+            drawn = [cell for cell in client.nb.cells if cell.source.endswith(("\nfigure", "\nImage(path)"))]
+            assert drawn and all(any("image/png" in each.get("data", {}) for each in cell.outputs) for cell in drawn)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

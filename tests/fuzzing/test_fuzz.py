@@ -36,7 +36,7 @@ from tests.fuzzing import of_attention, values
 
 @pytest.mark.parametrize("family", sorted(fuzz.FAMILIES))
 def test_wild_calls_end_in_a_result_or_a_clear_error(family):
-    fuzz.run(family, 4 * settings().max_examples)()
+    fuzz.run(family, 2 * settings().max_examples)()
 
 
 def test_errors_of_others_are_not_taken_for_ours():
@@ -145,34 +145,25 @@ def test_threads_share_masks_and_caches(clearing):
 
 
 class Masks(torch.utils.data.Dataset):
+    def __init__(self, mask):
+        self.mask = mask
+
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        return masks.local(40 + index, window=8, block=16)
-
-
-def answer(mask, queue):
-    torch.set_num_threads(1)
-    queue.put((mask.digest, pickle.dumps(masks.causal(mask.q_len, block=16))))
+        return masks.local(40 + index, window=8, block=16), self.mask & masks.causal(40, block=16), self.mask.digest
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_masks_pass_through_workers_and_forks(start):
     workers = 2 if start == "fork" else 1  # each spawned worker imports PyTorch anew
+    here = Masks(masks.local(40, window=8, block=16))
     loader = torch.utils.data.DataLoader(
-        Masks(), batch_size=None, num_workers=workers, multiprocessing_context=multiprocessing.get_context(start)
+        here, batch_size=None, num_workers=workers, multiprocessing_context=multiprocessing.get_context(start)
     )
-    assert list(loader) == [Masks()[index] for index in range(6)]
-    context = multiprocessing.get_context(start)
-    queue = context.SimpleQueue()
-    mask = masks.local(40, window=8, block=16)
-    process = context.Process(target=answer, args=(mask, queue))
-    process.start()
-    digest, made = queue.get()
-    process.join()
-    assert digest == mask.digest and pickle.loads(made) == masks.causal(40, block=16) and process.exitcode == 0
+    assert [tuple(each) for each in loader] == [here[index] for index in range(6)]
 
 
 def test_copies_and_masks_of_inference_mode_train():

@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import (
@@ -67,7 +67,8 @@ def test_a_mask_goes_out_and_comes_back(mask):
     assert from_flex(to_flex(mask)) == BlockMask.from_dense(mask.to_dense(), block=(mask.block_q, mask.block_k))
 
 
-@given(mask=block_masks(batch=2, heads=2), seed=st.integers(0, 999))
+@settings(max_examples=max(1, settings().max_examples // 2))  # FlexAttention compiles for each
+@given(mask=block_masks(most_tokens=100, batch=2, heads=2), seed=st.integers(0, 999))
 @example(mask=BlockMask.from_layout(torch.zeros(2, 2, 3, 3, dtype=torch.bool), block=16), seed=0)
 def test_eager_flexattention_under_the_exported_mask_is_our_attention(mask, seed):
     generator = torch.Generator().manual_seed(seed)

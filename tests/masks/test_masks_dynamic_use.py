@@ -66,9 +66,8 @@ def test_the_same_scores_give_the_same_arrays(name):
         assert torch.equal(getattr(first, array), getattr(second, array))
 
 
-@pytest.mark.parametrize("fullgraph", [True, False], ids=["fullgraph", "breaks allowed"])
 @pytest.mark.parametrize("name", ALL)
-def test_torch_compile_makes_one_graph_of_choice_and_attention(name, fullgraph):
+def test_torch_compile_makes_one_graph_of_choice_and_attention(name):
     graphs = []
 
     def count(graph, inputs):
@@ -79,7 +78,7 @@ def test_torch_compile_makes_one_graph_of_choice_and_attention(name, fullgraph):
         return attention(q, k, v, build(name, q, k)).sin()
 
     torch.compiler.reset()
-    compiled = torch.compile(step, backend=count, fullgraph=fullgraph)
+    compiled = torch.compile(step, backend=count, fullgraph=True)
     for seed in (0, 1):
         q, k, v = padded_problem(seed)
         got, want = compiled(q, k, v), step(q, k, v)

@@ -78,15 +78,15 @@ def test_one_table_serves_any_lengths():
 def test_buckets_may_begin_anywhere_in_a_tile():
     """A tile whose codes share one bucket takes a shorter way."""
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 64, 16, generator=g) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, 48, 16, generator=g) for _ in range(3))
     table = 3 * torch.randn(1, 4, generator=g)
-    mask = BlockMask.dense(64, block=16)
+    mask = BlockMask.dense(48, block=16)
     for place in range(17):
         results = []
         for backend in ("triton", "reference"):
             learned = table.clone().requires_grad_()
             change = scores.relative(learned, lambda x, place=place: 2 * (x >= 34 - place) + (x >= place - 30).long())
-            assert change.prepared(Sizes(1, 1, 64, 64, q.device, mask)).until.numel()
+            assert change.prepared(Sizes(1, 1, 48, 48, q.device, mask)).until.numel()
             with chunks_of(None), tilings_taken_by("own"):
                 out, lse = attention(q, k, v, mask, scores=change, return_lse=True, backend=backend)
                 results.append((out, lse, *torch.autograd.grad(out.square().sum(), [learned])))

@@ -131,10 +131,11 @@ def test_queries_whose_parts_do_not_fit_into_the_scratch_memory_write_none(dims)
 
 
 @given(
-    st.integers(1, 2), st.integers(1, 300), st.integers(1, 100), st.integers(1, 5), st.booleans(),
+    st.integers(1, 2), st.integers(1, 140), st.integers(1, 12), st.integers(1, 5), st.booleans(),
     st.sampled_from([1, 1 << 30]), SEEDS,
 )  # fmt: skip
-@example(2, 1100, 6, 3, True, 1, 0)  # several groups of queries
+@example(2, 1100, 3, 1, True, 1, 0)  # several groups of queries
+@example(2, 30, 100, 3, False, 1 << 30, 0)  # more blocks than a program counts
 def test_the_lists_of_blocks_are_in_the_order_of_queries(heads, q_len, blocks, choices, causal, scratch, seed):
     index = torch.randint(-1, blocks + 1, (1, heads, q_len, choices), generator=generator(seed))
     k_len = blocks * 16

@@ -27,7 +27,7 @@ SEEDS = st.integers(0, 1000)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(st.data(), SEEDS)
 def test_a_layer_is_its_papers_equations(kind, data, seed):
     layer = data.draw(layers(kind))
@@ -49,7 +49,7 @@ def test_a_layer_is_its_papers_equations(kind, data, seed):
 VIDEOS = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     VIDEOS, st.sampled_from([0, 0, 1, 16, 21]), st.sampled_from([(1, 4, 4), (2, 2, 4)]), st.integers(1, 3),
     st.sampled_from([(2, 1), (2, 2), (1, 1)]), SEEDS,
@@ -66,7 +66,7 @@ def test_a_video_layer_is_its_papers_equations(shape, text, cube, chosen, heads,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(st.data(), SEEDS)
 def test_packed_sequences_are_as_separate_ones(kind, data, seed):
     layer = data.draw(layers(kind))
@@ -88,7 +88,7 @@ def test_packed_sequences_are_as_separate_ones(kind, data, seed):
     torch.testing.assert_close(got, gradients(layer, x, separate, losses, pull), rtol=1e-7, atol=1e-8)
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(st.lists(VIDEOS, min_size=1, max_size=3), st.data(), st.integers(1, 3), SEEDS)
 def test_packed_videos_are_as_separate_ones(shapes, data, chosen, seed):
     layer = filled(selection.VideoSparseAttention(WIDTH, 2, 1, head_dim=DIM, cube=(1, 4, 4), chosen=chosen), seed)
@@ -105,7 +105,7 @@ def test_packed_videos_are_as_separate_ones(shapes, data, chosen, seed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(st.data(), SEEDS)
 def test_tokens_after_a_cache_are_as_in_one_call(kind, data, seed):
     layer = data.draw(layers(kind)).eval()

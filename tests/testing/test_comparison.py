@@ -1,4 +1,5 @@
 import math
+from itertools import cycle
 from unittest import mock
 
 import pytest
@@ -316,31 +317,40 @@ def test_the_tensors_are_left_as_they_are():
 # ---------------------------------------------------------------------- with changed scores
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *FUNCTIONS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_ours_with_changed_scores_is_exact(dtype, kind):
-    recipe = Recipe("local", {"q_len": 60, "window": 30, "causal": True, "block": (16, 16)}, (60, 41))
-    sizes = {"q_len": 60, "k_len": 60, "dim": 16, "v_dim": 24, "heads": 4, "kv_heads": 2, "batch": 2}
+CHANGED = [*KINDS, *FUNCTIONS]
+
+
+def changed(kind, dtype):
+    recipe = Recipe("local", {"q_len": 40, "window": 20, "causal": True, "block": (16, 16)}, (40, 27))
+    sizes = {"q_len": 40, "k_len": 40, "dim": 16, "v_dim": 24, "heads": 4, "kv_heads": 2, "batch": 2}
     problem = Problem(recipe, dtype=dtype, scale=0.3, layout="contiguous", seed=0, **sizes)
     case = Scored(problem, tuple(dict.fromkeys((kind, "sink"))))
     change, _ = case.changes("cpu", case.dtype)
-    q, k, v, dout, dlse = problem.tensors()
-    options = {"scale": 0.3, "scores": change, "dout": dout, "dlse": dlse}
-    mask = problem.mask
     names = [*NAMES, *(f"d{number}" for number, x in enumerate(change.tensors()) if x.requires_grad)]
+    return case, change, names
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_the_definition_with_changed_scores_is_the_reference(kind):
+    case, change, names = changed(kind, torch.float64)
+    found = testing.by_definition(
+        testing.Inputs(*case.problem.tensors()), case.mask, scale=0.3,
+        changes=testing.Changes(change, (2, 4, 40, 40), mask=case.mask),
+    )  # fmt: skip
+    assert list(found) == names
+    for name, result in zip(names, results(case, "reference").values(), strict=True):
+        torch.testing.assert_close(found[name], result, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(CHANGED, cycle([torch.float32, torch.bfloat16]))))
+def test_ours_with_changed_scores_is_exact(kind, dtype):
+    case, change, names = changed(kind, dtype)
+    q, k, v, dout, dlse = case.problem.tensors()
+    mask, options = case.mask, {"scale": 0.3, "scores": change, "dout": dout, "dlse": dlse}
 
     def function(q, k, v):
         return attention(q, k, v, mask, scale=0.3, return_lse=True, scores=change)
 
-    if dtype == torch.float64:
-        found = testing.by_definition(
-            testing.Inputs(q, k, v, dout, dlse), mask, scale=0.3,
-            changes=testing.Changes(change, (2, 4, 60, 60), mask=mask),
-        )  # fmt: skip
-        wanted = results(case, "reference")
-        assert list(found) == names
-        for name, result in zip(names, wanted.values(), strict=True):
-            torch.testing.assert_close(found[name], result, rtol=1e-11, atol=1e-11)
     found = testing.compare(function, q, k, v, mask, **options)
     assert list(found.errors) == names and found.exact, str(found)
     some = testing.compare(function, q, k, v, mask, **options, heads=2, blocks=2)

@@ -11,7 +11,7 @@ from experiments.lm.model.transformer import LanguageModel, Sizes
 
 TINY = {
     "depth": 2, "width": 64, "head_dim": 32, "context": 64, "block": 16, "window": 32, "vocabulary": 257,
-    "batch_tokens": 512, "micro_tokens": 128, "steps": 6, "minutes": None, "validation_tokens": 512,
+    "batch_tokens": 256, "micro_tokens": 128, "steps": 6, "minutes": None, "validation_tokens": 256,
     "validate_every": 3, "log_every": 2, "warmup": 2, "device": "cpu",
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ KINDS = {
     "documents": {
         "documents": "separate", "pattern": "local,dense", "positions": "learned", "micro_tokens": 64, "steps": 4,
     },
-    "uneven": {"context": 80, "batch_tokens": 320, "pattern": "local/dense", "validation_tokens": 800, "steps": 4},
+    "uneven": {"context": 80, "batch_tokens": 160, "pattern": "local/dense", "validation_tokens": 160, "steps": 4},
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def store(tmp_path_factory):
 
 
 def invoke(store, out, *more, **changes):
-    settings = {**TINY, "steps": 8, "validate_every": 2, **changes}
+    settings = {**TINY, "steps": 4, "validate_every": 1, **changes}
     chosen = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
     words = ["compare", *(f"--case={case}" for case in CASES), f"--data={store.folder}", f"--out={out}", "--commit=abc"]
     words = [word for word in [*words, *chosen, *more] if not word.startswith("--context")]
@@ -46,10 +46,10 @@ def test_the_table_has_every_run_at_equal_tokens_and_positions(store, whole):
     assert found["corpus"]["hash"] == store.about["hash"]
     for each in found["runs"]:
         metrics = json.loads((out / each["run"] / "metrics.json").read_text())
-        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 8 * 512
-        assert list(each["at_tokens"]) == ["1024", "2048", "3072"]
+        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 4 * 256
+        assert list(each["at_tokens"]) == ["256", "512", "768"]
         logged = {record["step"]: record["loss"] for record in read(out / each["run"]).of_kind("val")}
-        assert list(each["at_tokens"].values()) == [logged[2], logged[4], logged[6]]
+        assert list(each["at_tokens"].values()) == [logged[1], logged[2], logged[3]]
         assert [row[:2] for row in each["by_position"]][-1] == [32, 64]
         assert f"{each['val_loss']:.4f}" in shown
     assert (out / "compare.md").read_text() in shown and (out / "compare.png").stat().st_size > 1000
@@ -63,7 +63,7 @@ def test_a_comparison_writes_its_record(store, whole, tmp_path):
     run, found = measurements.read(tmp_path / "cpu.jsonl")
     rows = json.loads((whole[0] / "compare.json").read_text())["runs"]
     assert run.commit == "abc" and "--record" not in run.command and "--out" not in run.command
-    losses = {each.way: each.value for each in found if each.name.startswith("lm/8-steps/loss/")}
+    losses = {each.way: each.value for each in found if each.name.startswith("lm/4-steps/loss/")}
     assert sorted(losses.values()) == sorted(each["val_loss"] for each in rows)
     assert all(each.settings["run_seeds"] == [0] for each in found)
 
@@ -183,7 +183,7 @@ def test_the_settings_of_a_case_are_its_own_whatever_else_is_chosen():
 
 
 def test_rates_are_tuned_for_each_case_and_then_trained_with_several_seeds(store, tmp_path):
-    grid = invoke(store, tmp_path / "grid", "--lrs=1e-4,1e-2", steps=6)
+    grid = invoke(store, tmp_path / "grid", "--lrs=1e-4,1e-2")
     assert grid.exit_code == 0, grid.output
     runs = json.loads((tmp_path / "grid" / "compare.json").read_text())["runs"]
     assert [each["run"] for each in runs] == [f"{name}-lr{rate}" for name in NAMES for rate in ("0.0001", "0.01")]
@@ -193,10 +193,8 @@ def test_rates_are_tuned_for_each_case_and_then_trained_with_several_seeds(store
     for case in cases:
         of_case = [each for each in runs if (each["pattern"], each["attention"]) == (case.pattern, case.attention)]
         assert tuned[case] == min(of_case, key=lambda each: each["val_loss"])["lr"]
-    done = invoke(
-        store, tmp_path / "seeds", f"--lr-from={tmp_path / 'grid'}", "--seeds=3,4", f"--record={tmp_path / 'r.jsonl'}",
-        steps=6,
-    )  # fmt: skip
+    words = f"--lr-from={tmp_path / 'grid'}", "--seeds=3,4", f"--record={tmp_path / 'r.jsonl'}"
+    done = invoke(store, tmp_path / "seeds", *words)
     assert done.exit_code == 0, done.output
     runs = json.loads((tmp_path / "seeds" / "compare.json").read_text())["runs"]
     assert [(each["run"], each["seed"]) for each in runs] == [

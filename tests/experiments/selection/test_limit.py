@@ -5,7 +5,7 @@ from experiments.selection.limit import share_found
 
 
 @pytest.mark.parametrize(
-    ("dim", "block", "blocks", "chosen"), [(64, 64, 60, 8), (64, 16, 60, 8), (16, 16, 100, 4), (32, 1, 40, 2)]
+    ("dim", "block", "blocks", "chosen"), [(32, 64, 30, 6), (64, 16, 40, 8), (16, 16, 60, 4), (32, 1, 40, 2)]
 )
 def test_the_share_is_the_one_of_random_keys(dim, block, blocks, chosen):
     generator, trials = torch.Generator().manual_seed(0), 1500

@@ -1,6 +1,5 @@
 import os
 import re
-import subprocess
 import sys
 import weakref
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from experiments.benchmarks.harness import (
     table,
 )
 from experiments.measurements import Measurement, Run, read, write
+from tests.processes.forked import python
 
 RUN = Run("H200", "570", {"torch": "2.9"}, "abc", "2026-11-29", "python -m x")
 CPU = torch.device("cpu")
@@ -203,15 +203,15 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     assert {"calls", "speed", "scores", "decode"} <= set(names())
     assert all(typer.main.get_command(import_module(module_of(name)).app) for name in names())
     write(tmp_path / "a.jsonl", RUN, [figure("dense/fa4", 2.2)])
-    program = [sys.executable, "-m", "experiments.benchmarks"]
-    shown = subprocess.run([*program, "show", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)
+    program = "-m", "experiments.benchmarks"
+    shown = python(*program, "show", tmp_path / "a.jsonl")
     assert "H200, driver 570, torch 2.9; abc, 2026-11-29; python -m x" in shown.stdout
     assert "| mine/dense | 2.2 ms |" in shown.stdout
-    helped = subprocess.run([*program, "calls", "--help"], capture_output=True, text=True, check=True)
+    helped = python(*program, "calls", "--help")
     assert "python -m experiments.benchmarks calls" in helped.stdout
-    listed = subprocess.run([*program, "--help"], capture_output=True, text=True, check=True)
+    listed = python(*program, "--help")
     assert "calls, compile, decode" in listed.stdout
-    refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
+    refused = python(*program, "clals")
     assert refused.returncode == 1 and "the benchmark must be from calls, compile" in refused.stderr
 
 

@@ -1,3 +1,5 @@
+from itertools import cycle
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -38,8 +40,10 @@ def made(name, dtype=torch.float32, tokens=70):
     return model, lambda seed: shape.inputs(model, CPU, tokens=tokens, batch=2, seed=seed)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [pytest.param(*each, id=each[0].name) for each in zip(SHAPES, cycle([torch.bfloat16, torch.float32]))],
+)
 def test_every_model_is_exact_with_this_attention(shape, dtype, bench):
     measure.exactness(bench, shape, [OURS], SMALL, dtype)
     (found,) = bench.measurements

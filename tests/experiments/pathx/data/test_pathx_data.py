@@ -43,6 +43,12 @@ def same(first, second):
     return all(np.array_equal(a, b) for a, b in arrays)
 
 
+@pytest.fixture(scope="module")
+def there():
+    with Stream(2) as stream:
+        yield stream
+
+
 def test_images_of_training_and_test_differ():
     seen = {
         drawn(32, 6, seed, index).places.tobytes()
@@ -124,10 +130,10 @@ def test_whole_images_fill_a_step():
     assert int((batch.ids >= LEVELS).sum()) == 12
 
 
-def test_the_stream_does_not_depend_on_its_workers_and_begins_anywhere():
+def test_the_stream_does_not_depend_on_its_workers_and_begins_anywhere(there):
     config = replace(CONFIG, auxiliary=1.0)
     recipe = recipe_of(config, 0)
-    with Stream(0) as here, Stream(2) as there:
+    with Stream(0) as here:
         alone, ahead = here.batches(recipe, 0), there.batches(recipe, 0)
         first = [(next(alone), next(ahead)) for _ in range(5)]
         later = there.batches(recipe, 3)
@@ -146,11 +152,9 @@ def test_stages_steps_and_runs_have_images_of_their_own():
     assert len({batch.ids.tobytes() for batch in batches}) == 6
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_validation_images_are_those_of_the_validation_seed(workers):
+def test_validation_images_are_those_of_the_validation_seed(there):
     recipe = recipe_of(replace(CONFIG, auxiliary=1.0), 0)
-    with Stream(workers) as stream:
-        packings = stream.validation(recipe, 5)()
+    packings = there.validation(recipe, 5)()
     assert sum(packed.images for packed in packings) == 5
     assert images_at_once(recipe) == 2 == packings[0].images
     labels = [int(drawn(32, 6, VALIDATION_SEED, index).labels[0]) for index in range(5)]
