@@ -230,15 +230,15 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
 
 @pytest.mark.parametrize(("dim", "rule"), [(64, CUT), (128, plan.RULE)])
 def test_biases_of_minus_infinity_are_padding(dim, rule):
-    q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
-    dlse = torch.randn(3, 2, 300)
-    live = torch.arange(300) < torch.tensor([250, 100, 0])[:, None, None]
-    values = torch.zeros(3, 1, 300).masked_fill(~live, -torch.inf).requires_grad_()
-    for mask in (None, masks.causal(300, block=128)):
+    q, k, v, dout = (torch.randn(3, 2, 200, dim).half() for _ in range(4))
+    dlse = torch.randn(3, 2, 200)
+    live = torch.arange(200) < torch.tensor([180, 100, 0])[:, None, None]
+    values = torch.zeros(3, 1, 200).masked_fill(~live, -torch.inf).requires_grad_()
+    for mask in (None, masks.causal(200, block=128)):
         changes = Scores((scores.key_bias(values),))
         got = interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, rule=rule)
-        padded = (masks.causal(300, block=128) if mask is not None else BlockMask.dense(300, block=128)).with_lengths(
-            q_lengths=[300, 300, 300], k_lengths=[250, 100, 0]
+        padded = (masks.causal(200, block=128) if mask is not None else BlockMask.dense(200, block=128)).with_lengths(
+            q_lengths=[200, 200, 200], k_lengths=[180, 100, 0]
         )
         wanted = interpreted(padded, q, k, v, 0.125, dout, dlse)
         for x, y in zip(got[:-1], wanted, strict=True):
@@ -474,7 +474,7 @@ def test_a_table_is_rounded_as_by_the_portable_kernels():
 @pytest.mark.parametrize("add", [-3, 5, 1000])
 def test_a_bucket_outside_the_table_is_the_nearest_where_nobody_could_refuse_it(add):
     """Under `torch.compile` the range is not checked."""
-    q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
+    q, k, v, dout = (torch.randn(1, 2, 272, 64).half() for _ in range(4))
     table = torch.randn(2, 32, requires_grad=True)
     codes = Scores((scores.relative(table, scores.t5_buckets()),)).prepared(sizes_of(q, k)).changes[0]
     results = []
