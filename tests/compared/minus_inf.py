@@ -36,7 +36,7 @@ def with_pairs(score, b, h, q, k, pairs):
 class Case:
     kind: str
     dtype: torch.dtype
-    tokens: int = 56
+    tokens: int = 40
     dim: int = 16
     tile: int = 16
     block: int = 16
@@ -48,7 +48,13 @@ class Case:
     learned: bool = True
     seed: int = 0
 
-    heads, kv_heads = 4, 2
+    @property
+    def heads(self):
+        return len(DEAD_BUCKETS) if self.kind == "relative" else 2
+
+    @property
+    def kv_heads(self):
+        return self.heads // 2
 
     @property
     def batch(self):

@@ -249,7 +249,7 @@ def sometimes(other):
 
 
 EDGES = {
-    "tokens": [1, 2, 17, 40], "dim": [8, 24], "tile": [8, 32], "block": [32, 64], "whole": [True], "half": [True],
+    "tokens": [1, 2, 17, 56], "dim": [8, 24], "tile": [8, 32], "block": [32, 64], "whole": [True], "half": [True],
     "others": [("sink",), ("softcap",), ("alibi", "sink")], "dropout": [0.3, 0.9], "learned": [False],
 }  # fmt: skip
 

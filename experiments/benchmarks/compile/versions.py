@@ -49,8 +49,8 @@ def rows() -> Iterator[tuple[str, Numbers]]:
 
 def _numbers(kernel: Any) -> Numbers:
     said, cubin = said_by_ptxas(kernel)
-    instructions = sum("/*" in line and ";" in line for line in disassembled(cubin).splitlines())
-    found = instructions, said.registers, said.spilled, kernel.metadata.shared, int(bool(said.serialised))
+    (instructions,) = disassembled([cubin], hopper.ARCH)
+    found = len(instructions), said.registers, said.spilled, kernel.metadata.shared, int(bool(said.serialised))
     return dict(zip(COLUMNS, found, strict=True))
 
 

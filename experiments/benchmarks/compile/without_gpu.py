@@ -35,7 +35,8 @@ class NoDevice:
         return torch.device("cpu")
 
 
-def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
+def stop_at_ptx(*given: Any) -> tuple[str, str] | None:
+    """What Triton calls, as `knobs.runtime.add_stages_inspection_hook`, before it compiles."""
     if not given:
         return "ptx", "ptx"
     stages = given[1]
@@ -58,7 +59,7 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
 
     with (
         mock.patch.object(driver, "_active", NoDevice(arch)),
-        nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
+        nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
         # Kernels compiled side by side would have to be loaded.
         mock.patch.object(prepared_call, "compile_side_by_side", lambda launches, **how: None),

@@ -1,10 +1,10 @@
-"""Compiles the Hopper kernels as launches would, without a GPU, and prints a report as JSON.
+"""Compiles the Hopper kernels as launches would, without a GPU, and prints the reports of each call as JSON.
 
-    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
+    python -m tests.backends.triton.hopper.hopper_compiled "DIM DTYPE [FEATURE...]"...
 
 DIM: of all tensors, or D/Dv, as 192/128.
 
-Needs a process in which Triton compiles.
+Needs a process in which Triton compiles. Kernels that calls share are looked at once.
 """
 
 import json
@@ -15,10 +15,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from triton import knobs
 
-from experiments.benchmarks.compile.hopper import compiled
+from experiments.benchmarks.compile.hopper import ARCH, compiled
 from experiments.benchmarks.compile.report import has_two_layouts
 from experiments.benchmarks.compile.resources import disassembled, said_by_ptxas
+from experiments.benchmarks.compile.without_gpu import stop_at_ptx
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import passes
 from sparseflash.backends.triton.hopper.configs import WIDEST_BACKWARD, is_common
@@ -38,26 +40,41 @@ def compiled_for(dims, dtype, features):
             return SimpleNamespace(launches=lambda: [])
         return backward(setting, key, q, k, *map(of_values, (v, out, dout)), *more, **how)
 
-    with ExitStack() as stack:
+    with mock.patch.object(knobs.runtime, "add_stages_inspection_hook", stop_at_ptx), ExitStack() as stack:
         if not is_common(dims):
             stack.enter_context(mock.patch.object(passes, "forward", with_values))
             stack.enter_context(mock.patch.object(passes, "backward", gradients))
         return compiled(dims[0], dtype, features)
 
 
-def report(kernel, names):
-    said, cubin = said_by_ptxas(kernel)
-    products = kernel.asm["ptx"].count("wgmma.mma_async")
-    sass = disassembled(cubin) if products else ""
+def reports(asked):
+    found = []
+    for dim, dtype, *features in map(str.split, asked):
+        dims = [int(each) for each in dim.split("/")]
+        found.append(compiled_for((dims[0], dims[-1]), getattr(torch, dtype), features))
+    kernels = {kernel.hash: (kernel, names) for call in found for kernel, names in call.values()}
+    assembled = {key: said_by_ptxas(kernel) for key, (kernel, _) in kernels.items()}
+    multiplying = [key for key, (kernel, _) in kernels.items() if products_of(kernel)]
+    sass = dict(zip(multiplying, disassembled([assembled[key][1] for key in multiplying], ARCH), strict=True))
+    made = {key: report(*kernels[key], assembled[key][0], sass.get(key, [])) for key in kernels}
+    return [{name: made[kernel.hash] for name, (kernel, _) in call.items()} for call in found]
+
+
+def products_of(kernel):
+    return kernel.asm["ptx"].count("wgmma.mma_async")
+
+
+def report(kernel, names, said, lines):
+    sass = "\n".join(lines)
     return {
         "spilled": said.spilled,
-        "spilled_in_loop": spilled_among_products(sass),
-        "spilled_in_steps": spilled_in_steps(sass),
+        "spilled_in_loop": spilled_among_products(lines),
+        "spilled_in_steps": spilled_in_steps(lines),
         "warnings": said.serialised,
         "shared": kernel.metadata.shared,
-        "products": products,
+        "products": products_of(kernel),
         "two_layouts": has_two_layouts(kernel.asm["ptx"]),
-        "exponentials": exponentials_under_products(sass),
+        "exponentials": exponentials_under_products(lines),
         "kept_predicates": len(re.findall(r"\b(?:PLOP3|P2R)\b", sass)),
         "predicated": len(re.findall(r"@!?U?P\d+ (?:FSEL|FMUL R\d+, R\d+, R)", sass)),
         "weights": stores_of_weights(kernel.asm["ptx"]),
@@ -66,21 +83,16 @@ def report(kernel, names):
     }
 
 
-def spilled_among_products(sass):
-    lines = sass.splitlines()
+def spilled_among_products(lines):
     products = [number for number, line in enumerate(lines) if "HGMMA" in line]
     among = lines[products[0] : products[-1]] if products else []
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in among)
 
 
-def spilled_in_steps(sass):
-    lines = sass.splitlines()
-    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"^\s*(\.L_x_\d+):", line))}
-    loops = [
-        (labels[found[1]], i)
-        for i, line in enumerate(lines)
-        if (found := re.search(r"\bBRA `\((\.L_x_\d+)\)", line)) and labels[found[1]] < i
-    ]
+def spilled_in_steps(lines):
+    places = {int(re.match(r"/\*(\w+)", line)[1], 16): i for i, line in enumerate(lines)}
+    branches = [(i, found) for i, line in enumerate(lines) if (found := re.search(r"\bBRA (0x\w+)", line))]
+    loops = [(begin, i) for i, found in branches if (begin := places[int(found[1], 16)]) < i]
     steps = []
     # Code that waits once more stands at the end, and branches back into a loop: a longer loop that overlaps it.
     for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
@@ -89,10 +101,10 @@ def spilled_in_steps(sass):
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for a, b in steps for line in lines[a:b])
 
 
-def exponentials_under_products(sass):
+def exponentials_under_products(lines):
     """How many exponentials run under the products of one or two pieces of values."""
     found, count = [], None
-    for line in sass.splitlines():
+    for line in lines:
         if "WARPGROUP.DEPBAR.LE gsb0" in line:
             if count is not None:
                 found.append(count)
@@ -110,7 +122,4 @@ def stores_of_weights(ptx):
 
 
 if __name__ == "__main__":
-    dim, dtype, *features = sys.argv[1:]
-    dims = tuple(int(each) for each in dim.split("/"))
-    kernels = compiled_for((dims[0], dims[-1]), getattr(torch, dtype), features)
-    print(json.dumps({name: report(*kernels[name]) for name in kernels}))
+    print(json.dumps(reports(sys.argv[1:])))

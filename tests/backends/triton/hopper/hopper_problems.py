@@ -163,18 +163,18 @@ def wide(offsets, near=20):
 
 
 def some_small_problem(**more):
-    arguments = {**some_problem().recipe.arguments, "q_len": 200, "k_len": 260, "block": (64, 64)}
-    recipe = Recipe("from_dense", arguments, (200, 125))
-    return some_problem(**{"recipe": recipe, "q_len": 200, "k_len": 260} | more)
+    arguments = {**some_problem().recipe.arguments, "q_len": 136, "k_len": 200, "block": (64, 64)}
+    recipe = Recipe("from_dense", arguments, (136, 85))
+    return some_problem(**{"recipe": recipe, "q_len": 136, "k_len": 200} | more)
 
 
 def some_problem(**more):
     """Full, partial and dead tiles, a ragged end, empty rows, several lengths, grouped heads."""
-    arguments = {"q_len": 400, "k_len": 520, "block": (128, 128), "heads": [[0, 1]], "holes": "both",
+    arguments = {"q_len": 272, "k_len": 392, "block": (128, 128), "heads": [[0, 1]], "holes": "both",
                  "patterns": [["full", "full", "dead"], ["upper", "random", "full"]], "seed": 5}  # fmt: skip
     return replace(
         Problem(
-            Recipe("from_dense", arguments, (400, 250)), batch=2, heads=2, kv_heads=1, q_len=400, k_len=520, dim=64,
+            Recipe("from_dense", arguments, (272, 170)), batch=2, heads=2, kv_heads=1, q_len=272, k_len=392, dim=64,
             v_dim=64, dtype=torch.float16, scale=None, layout="tokens first", seed=3,
         ),
         **more,

@@ -98,7 +98,7 @@ def test_a_mask_made_at_every_step_is_planned_without_waiting(data, batch, kv_he
     assert int(made.chain[-1]) <= made.chains == batch * heads * mask.blocks[0]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (2, 2), (2, 1)])
 def test_few_popular_columns_are_cut_alike(heads, kv_heads):
     rows = torch.arange(3 * AT_ONCE + 8)
     layout = (rows[:, None] - rows).abs() <= 1
@@ -120,8 +120,8 @@ def test_tiles_with_several_chains(longest):
 
 
 def test_few_queries_of_many_keys_have_a_chain_for_every_so_many_additions_as_a_program_makes():
-    made = assert_mask_is_planned_alike(masks.dense(32, 16 * 200, block=16), 1, 2, 2, programs=20)
-    assert made.chains == 2 * 2 * 10
+    made = assert_mask_is_planned_alike(masks.dense(32, 16 * 100, block=16), 1, 2, 2, programs=10)
+    assert made.chains == 2 * 2 * 5
     several = masks.dense(32, 16 * 8, block=16)  # not more than four times as many additions to a tile as tiles
     assert assert_mask_is_planned_alike(several, 1, 2, 2, programs=20).chains == 2 * 2
 
@@ -142,7 +142,7 @@ def test_a_mask_without_a_live_tile_has_no_entries():
 @pytest.mark.parametrize("band", [1, 7, 16])
 def test_lists_of_several_bands(band):
     with mock.patch.object(backward_plan, "_BAND", band), mock.patch.object(backward_plan, "_CLEARLY", 0):
-        assert_mask_is_planned_alike(masks.causal(16 * 40, block=16), heads=2, kv_heads=2, programs=12)
+        assert_mask_is_planned_alike(masks.causal(16 * 24, block=16), heads=2, kv_heads=2, programs=12)
 
 
 def test_tiles_with_more_additions_than_are_compared_at_a_time():
@@ -152,7 +152,7 @@ def test_tiles_with_more_additions_than_are_compared_at_a_time():
 
 
 def test_more_items_than_are_sorted_by_one_program_at_a_time():
-    mask = masks.local(16 * 80, window=30, block=16)
+    mask = masks.local(16 * 40, window=30, block=16)
     for rule in (cuts.RULE, CUT):
         fused_plan._kernels.cache_clear()  # a launch has one _AT_ONCE
         with mock.patch.object(fused_plan, "_AT_ONCE", 32), mock.patch.object(cuts, "RULE", rule):
@@ -174,8 +174,7 @@ def test_lists_that_columns_share():
     assert_planned_alike(made.lists.get(1, Tiling(*reversed(BLOCK))), made.pattern, 2, 300, 420, 7)
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
-@pytest.mark.parametrize("programs", [132, 264])
+@pytest.mark.parametrize(("name", "programs"), [*((name, 132) for name in sorted(LAYOUTS)), ("global", 264)])
 def test_all_programs_of_a_gpu_in_every_order(name, programs):
     mask = BlockMask.from_layout(LAYOUTS[name][:48, :48], block=128)
     assert_mask_is_planned_alike(mask, heads=2 * programs // 132, kv_heads=2 * programs // 132, programs=programs)

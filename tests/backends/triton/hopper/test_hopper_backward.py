@@ -128,12 +128,9 @@ def test_a_tile_with_several_chains_is_their_sum(longest):
         assert_exact(problem, run(problem, gradients=True))
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128])
-def test_the_column_of_a_global_token_is_cut_and_the_others_keep_their_bits(dim):
-    recipe = Recipe("streaming", {"q_len": 1200, "window": 1, "sink": 128, "block": 128})
-    problem = some_problem(
-        recipe=recipe, batch=1, heads=4, kv_heads=1, q_len=1200, k_len=1200, dim=dim, v_dim=dim,
-    )  # fmt: skip
+def test_the_column_of_a_global_token_is_cut_and_the_others_keep_their_bits():
+    recipe = Recipe("streaming", {"q_len": 800, "window": 1, "sink": 128, "block": 128})
+    problem = some_problem(recipe=recipe, batch=1, heads=3, kv_heads=1, q_len=800, k_len=800, dim=96, v_dim=96)
     got = run(problem, gradients=True, programs=5, cut=cuts.RULE._replace(shortest=4))
     assert_exact(problem, got)
     whole = run(problem, gradients=True, programs=5)
@@ -147,7 +144,7 @@ def test_without_a_gradient_of_lse(monkeypatch):
     assert_exact(problem, run(problem, gradients=True, through_lse=False))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "q_len", "k_len"), [(2, 2, 300, 300), (4, 2, 130, 400)])
+@pytest.mark.parametrize(("heads", "kv_heads", "q_len", "k_len"), [(2, 2, 300, 300), (4, 2, 130, 260)])
 def test_without_a_mask(heads, kv_heads, q_len, k_len):
     problem = some_problem(recipe=None, heads=heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len)
     assert_exact(problem, run(problem, gradients=True, programs=5))
@@ -175,7 +172,7 @@ def test_gradients_of_large_scores(largest, dim):
 
 
 def test_sequences_without_a_token_have_no_gradients():
-    problem = some_problem(recipe=Recipe("from_dense", some_problem().recipe.arguments, (400, 0)))
+    problem = some_problem(recipe=Recipe("from_dense", some_problem().recipe.arguments, (272, 0)))
     got = run(problem, gradients=True)
     assert_exact(problem, got)
     assert all(not x[1].any() for x in got[2:])
@@ -202,7 +199,7 @@ def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero(monkeyp
 HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}
 
 
-PAIRS = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+PAIRS = torch.randn(2, 2, 272, 392, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
 CASES = [
     partial(run, some_problem(), **HOW),
     partial(run, some_problem(), **HOW, changes=Scores((scores.bias(PAIRS),))),
@@ -223,13 +220,13 @@ def run_with_few_stages(*arguments, **how):
         return run(*arguments, **how)
 
 
-# dk and dv apart; together, with few stages, so that no wait is implied by another; with registers for dP before the
-# exponentials; tiles of 64.
+# Tiles of 64; with registers for dP before the exponentials; with few stages, so that no wait is implied by another; dk
+# and dv apart, the one that runs `wide_apart`.
 WIDE = [
-    partial(run, some_problem(dim=256, v_dim=256), gradients=True, programs=4),
-    partial(run_with_few_stages, some_problem(dim=192, v_dim=128), gradients=True, programs=4),
-    partial(run, some_problem(dim=144, v_dim=64), gradients=True, programs=4),
     partial(run, some_small_problem(dim=128, v_dim=128), gradients=True, programs=2, most_filled=1.0),
+    partial(run, some_problem(dim=144, v_dim=64), gradients=True, programs=4),
+    partial(run_with_few_stages, some_problem(dim=192, v_dim=128), gradients=True, programs=4),
+    partial(run, some_problem(dim=256, v_dim=256), gradients=True, programs=4),
 ]
 
 
@@ -241,7 +238,8 @@ def right_of_wide():
 @pytest.mark.parametrize(("module", "line"), lines_of(wide_apart, wide_dkdv, wide_dq, wide_steps))
 def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(module, line, right_of_wide):
     changed = [partial(each, edits={module.__file__: without(line)}) for each in WIDE]
-    assert_noticed(list(zip(changed, right_of_wide, strict=True)), [{"seed": seed} for seed in range(20)])
+    cases = list(zip(changed, right_of_wide, strict=True))
+    assert_noticed(cases[3:] if module is wide_apart else cases, [{"seed": seed} for seed in range(20)])
 
 
 @pytest.mark.parametrize(("module", "line"), lines_of(backward_loader, backward_sender, backward_consumer))

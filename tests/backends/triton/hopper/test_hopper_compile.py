@@ -1,4 +1,5 @@
 import json
+from itertools import product
 
 import pytest
 
@@ -30,79 +31,60 @@ PREPARING = {"table": "entries_kernel", "key_bias": "biases_kernel", "dead": "cl
 MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
 
-@pytest.mark.parametrize("features", [[], ["lengths"], ["parts"], ["lengths", "parts"]], ids="+".join)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(dim, features):
+def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(dim):
+    check(dim, "bfloat16", [[], ["lengths"], ["parts"], ["lengths", "parts"]])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_changed_scores_compile_as_well(dim):
+    check(dim, "bfloat16", [["softcap"], ["alibi"], ["sink"], ["alibi", "learned"]])
+
+
+@pytest.mark.parametrize("features", [TABLES, BIASES, PAIRS], ids=["tables", "of keys", "of pairs"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_so_do_tables_and_biases(dim, features):
     check(dim, "bfloat16", features)
 
 
-@pytest.mark.parametrize("changes", [["softcap"], ["alibi"], ["sink"], ["alibi", "learned"]], ids="+".join)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_changed_scores_compile_as_well(dim, changes):
-    check(dim, "bfloat16", changes)
+def test_so_do_tiles_of_64(dim):
+    features = [], ["lengths", "parts"], ["alibi"], ["table"], ["key_bias"], ["bias"]
+    check(dim, "bfloat16", [["small", *each] for each in features])
 
 
-@pytest.mark.parametrize("features", TABLES, ids="+".join)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_so_do_tables(dim, features):
-    check(dim, "bfloat16", features)
+def test_fp16_compiles_as_bf16_does():
+    check(64, "float16", [["lengths"], ["table", "learned"], ["key_bias", "learned"], ["bias", "learned"]])
 
 
-@pytest.mark.parametrize("features", BIASES, ids="+".join)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_so_do_biases_of_keys(dim, features):
-    check(dim, "bfloat16", features)
-
-
-@pytest.mark.parametrize("features", PAIRS, ids="+".join)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_so_do_biases_of_pairs(dim, features):
-    check(dim, "bfloat16", features)
-
-
-@pytest.mark.parametrize(
-    "features", [[], ["lengths", "parts"], ["alibi"], ["table"], ["key_bias"], ["bias"]], ids="+".join
-)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_so_do_tiles_of_64(dim, features):
-    check(dim, "bfloat16", ["small", *features])
-
-
-@pytest.mark.parametrize(
-    "features", [["lengths"], ["table", "learned"], ["key_bias", "learned"], ["bias", "learned"]], ids="+".join
-)
-def test_fp16_compiles_as_bf16_does(features):
-    check(64, "float16", features)
-
-
-@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["softcap"], ["alibi", "sink"]], ids="+".join)
 @pytest.mark.parametrize("dims", [(16, 16), (32, 32), (80, 80), (96, 96), (192, 128), (256, 256)], ids=str)
-def test_so_does_the_forward_of_other_head_dims(dims, features):
-    check_forward(dims, features)
+def test_so_does_the_forward_of_other_head_dims(dims):
+    check_forward([dims], [[], ["lengths", "parts"], ["softcap"], ["alibi", "sink"]])
 
 
-@pytest.mark.parametrize(
-    "dims", [(48, 48), (96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256)], ids=str
-)
-def test_and_of_values_with_a_dim_of_their_own(dims):
-    check_forward(dims, ["lengths", "parts"])
+def test_and_of_values_with_a_dim_of_their_own():
+    dims = (48, 48), (96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256)
+    check_forward(dims, [["lengths", "parts"]])
 
 
-@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (48, 96), (96, 96)], ids=str)
-def test_and_in_tiles_of_64(dims):
-    check_forward(dims, ["small", "lengths", "parts"])
+def test_and_in_tiles_of_64():
+    check_forward([(32, 32), (80, 80), (48, 96), (96, 96)], [["small", "lengths", "parts"]])
 
 
-@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["sink"]], ids="+".join)
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (32, 32), (80, 80), (48, 96)], ids=str)
-def test_so_does_the_backward_in_tiles_of_64(dims, features):
-    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", ["small", "spread", *features])
-    assert "backward_kernel" not in reports
-    check_two_kernels(reports, dims, SMALL)
+def test_so_does_the_backward_in_tiles_of_64(dims):
+    features = [["small", "spread", *more] for more in ([], ["lengths", "parts"], ["sink"])]
+    for _, _, reports in compiled_by_another([dims], "bfloat16", features):
+        assert "backward_kernel" not in reports
+        check_two_kernels(reports, dims, SMALL)
 
 
 def check_forward(dims, features):
-    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)
+    for each, some, reports in compiled_by_another(dims, "bfloat16", features):
+        check_forward_kernel(reports, each, some)
+
+
+def check_forward_kernel(reports, dims, features):
     check_backward(reports, dims, features)
     found = reports["forward_kernel"]
     config = config_for(dims[0], tile_for(SMALL if "small" in features else BLOCK, dims), dims[1])
@@ -166,14 +148,22 @@ def kinds_of(features):
     return {kind for feature, kind in kinds.items() if feature in features}
 
 
-def compiled_by_another(dim, dtype, features):
-    done = python("-m", "tests.backends.triton.hopper.hopper_compiled", dim, dtype, *features)
+def compiled_by_another(dims, dtype, features):
+    """Yields `(dims, features, reports)` of each with each, all from one process."""
+    both = list(product(dims, features))
+    asked = (" ".join(["/".join(map(str, each)), dtype, *some]) for each, some in both)
+    done = python("-m", "tests.backends.triton.hopper.hopper_compiled", *asked)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    for (each, some), reports in zip(both, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        yield each, some, reports
 
 
 def check(dim, dtype, features):
-    reports = compiled_by_another(str(dim), dtype, features)
+    for _, some, reports in compiled_by_another([(dim, dim)], dtype, features):
+        check_all(reports, dim, some)
+
+
+def check_all(reports, dim, features):
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
     if "tile_bias" in features:  # dead tiles are not stored
         preparing -= {"clear_kernel"}

@@ -159,7 +159,7 @@ def test_a_cap_of_any_size(cap):
 
 def test_a_query_without_keys_has_the_sink_alone():
     arguments = some_problem().recipe.arguments
-    case = Scored(some_problem(recipe=Recipe("from_dense", arguments, (400, 0))), ("sink",))
+    case = Scored(some_problem(recipe=Recipe("from_dense", arguments, (272, 0))), ("sink",))
     got = run(case)
     check_results(case, got)
     sink, _ = case.changes("cpu", case.dtype)
@@ -188,7 +188,7 @@ def sizes_of(q, k):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize(("q_len", "k_len"), [(1100, 1100), (300, 1500)])
+@pytest.mark.parametrize(("q_len", "k_len"), [(700, 700), (200, 1000)])
 def test_tiles_with_one_bucket_far_from_both_ends(q_len, k_len, dim):
     q, k, v, dout = (torch.randn(1, 2, n, dim).half() for n in (q_len, k_len, k_len, q_len))
     k, v = k[:, :1].clone(), v[:, :1].clone()
@@ -214,12 +214,12 @@ def test_entries_of_minus_infinity_are_a_window():
     assert got[-1].isfinite().all() and got[-1][0, 0] == 0
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 520), (2, 4, 520), (1, 4, 1), (2, 1, 1), (2, 1, 520)])
+@pytest.mark.parametrize("shape", [(1, 1, 392), (2, 4, 392), (1, 4, 1), (2, 1, 1), (2, 1, 392)])
 @pytest.mark.parametrize("cut", [cuts.RULE, PARTS])
 def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
     """The query heads of a group have different patterns."""
     recipe = some_problem().recipe
-    recipe = Recipe("from_dense", recipe.arguments | {"heads": [[0, 1, 1, 0]]}, (400, 250))
+    recipe = Recipe("from_dense", recipe.arguments | {"heads": [[0, 1, 1, 0]]}, (272, 170))
     problem = some_problem(recipe=recipe, heads=4, kv_heads=2)
     q, k, v, dout, dlse = inputs(problem)
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -230,15 +230,15 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
 
 @pytest.mark.parametrize(("dim", "rule"), [(64, CUT), (128, plan.RULE)])
 def test_biases_of_minus_infinity_are_padding(dim, rule):
-    q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
-    dlse = torch.randn(3, 2, 300)
-    live = torch.arange(300) < torch.tensor([250, 100, 0])[:, None, None]
-    values = torch.zeros(3, 1, 300).masked_fill(~live, -torch.inf).requires_grad_()
-    for mask in (None, masks.causal(300, block=128)):
+    q, k, v, dout = (torch.randn(3, 2, 200, dim).half() for _ in range(4))
+    dlse = torch.randn(3, 2, 200)
+    live = torch.arange(200) < torch.tensor([180, 100, 0])[:, None, None]
+    values = torch.zeros(3, 1, 200).masked_fill(~live, -torch.inf).requires_grad_()
+    for mask in (None, masks.causal(200, block=128)):
         changes = Scores((scores.key_bias(values),))
         got = interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, rule=rule)
-        padded = (masks.causal(300, block=128) if mask is not None else BlockMask.dense(300, block=128)).with_lengths(
-            q_lengths=[300, 300, 300], k_lengths=[250, 100, 0]
+        padded = (masks.causal(200, block=128) if mask is not None else BlockMask.dense(200, block=128)).with_lengths(
+            q_lengths=[200, 200, 200], k_lengths=[180, 100, 0]
         )
         wanted = interpreted(padded, q, k, v, 0.125, dout, dlse)
         for x, y in zip(got[:-1], wanted, strict=True):
@@ -376,20 +376,20 @@ def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
 )  # fmt: skip
 def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rule, kind):
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, 2, 400, dim).bfloat16() for _ in range(4))
-    ends, dlse = torch.tensor([400, 250]), torch.randn(2, 2, 400)
-    mask = masks.causal(400, block=128).with_lengths(ends)
-    past = torch.arange(400) >= ends.view(-1, 1, 1)
-    is_dead = torch.ones(400, 400, dtype=torch.bool).triu(1) | past[..., None] | past[..., None, :]
+    q, k, v, dout = (torch.randn(2, 2, 272, dim).bfloat16() for _ in range(4))
+    ends, dlse = torch.tensor([272, 170]), torch.randn(2, 2, 272)
+    mask = masks.causal(272, block=128).with_lengths(ends)
+    past = torch.arange(272) >= ends.view(-1, 1, 1)
+    is_dead = torch.ones(272, 272, dtype=torch.bool).triu(1) | past[..., None] | past[..., None, :]
     is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)
-    values, found = torch.randn(*shape, 400, 400).bfloat16(), []
+    values, found = torch.randn(*shape, 272, 272).bfloat16(), []
     for fill in (0.0, torch.nan):
         filled, learns = values.masked_fill(is_dead, fill), shape == (2, 2)
         changes = Scores((scores.bias(filled.requires_grad_(learns)),))
         if kind == "tile_bias":
             tiles = scores.tile_values(lambda q, k, filled=filled: filled[:, :, q, k], mask)
             changes = Scores((scores.tile_bias(tiles.detach().requires_grad_(learns), mask),))
-            changes = changes.prepared(Sizes(2, 2, 400, 400, q.device, mask))
+            changes = changes.prepared(Sizes(2, 2, 272, 272, q.device, mask))
         found.append(interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, rule=rule))
     assert all(torch.equal(x, y) and x.isfinite().logical_or(x.isneginf()).all() for x, y in zip(*found, strict=True))
     assert len(found[0]) == (6 if shape == (2, 2) else 5)
@@ -474,7 +474,7 @@ def test_a_table_is_rounded_as_by_the_portable_kernels():
 @pytest.mark.parametrize("add", [-3, 5, 1000])
 def test_a_bucket_outside_the_table_is_the_nearest_where_nobody_could_refuse_it(add):
     """Under `torch.compile` the range is not checked."""
-    q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
+    q, k, v, dout = (torch.randn(1, 2, 272, 64).half() for _ in range(4))
     table = torch.randn(2, 32, requires_grad=True)
     codes = Scores((scores.relative(table, scores.t5_buckets()),)).prepared(sizes_of(q, k)).changes[0]
     results = []
