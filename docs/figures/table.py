@@ -48,12 +48,12 @@ def rendered(table: Table, results: Path) -> Rendered:
     files: dict[str, Stored] = {}
     spread, of_what = 0.0, "figure"
     noises: set[bool] = set()  # of cells with one ratio, whether their noise is shown
-    for label, text in table.rows.items():
-        row, at, which = text.partition(" @ ")
-        file, cells = at + which, []
+    for label, asked in table.rows.items():
+        row, at, file = asked.partition(" @ ")
+        cells = []
         for column in table.columns.values():
-            request = (table.cell or column).replace("{column}", column).replace("{row}", row)
-            request = request.replace("{column}", column) + file
+            of_column = row.replace("{column}", column)
+            request = (table.cell or column).replace("{column}", column).replace("{row}", of_column) + at + file
             try:
                 found = figure(request, results)
             except FigureError:

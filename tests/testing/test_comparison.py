@@ -342,7 +342,7 @@ def test_the_definition_with_changed_scores_is_the_reference(kind):
         torch.testing.assert_close(found[name], result, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), list(zip(CHANGED, cycle([torch.float32, torch.bfloat16]))))
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(CHANGED, cycle([torch.float32, torch.bfloat16, torch.float64]))))
 def test_ours_with_changed_scores_is_exact(kind, dtype):
     case, change, names = changed(kind, dtype)
     q, k, v, dout, dlse = case.problem.tensors()
