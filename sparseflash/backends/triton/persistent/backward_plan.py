@@ -69,6 +69,12 @@ _CLEARLY = 7  # tenths
 # cache.
 LEAST = 25
 
+# Programs whose loads are apart by at most this many halves of the mean cost of an item have an item in the same round,
+# one half in the last rounds. With one half in all rounds, 2,048 items of chosen blocks took 30 rounds on 132 programs,
+# with three 20, and the last program ended as early.
+HALVES_APART = tl.constexpr(3)
+LAST_ROUNDS = tl.constexpr(3)
+
 
 class BackwardItem(NamedTuple):
     """The numbers of an item, in the order in which they are stored."""
@@ -180,8 +186,8 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     """The program of every item of these `sizes`, and the order in which items were assigned.
 
     Items are taken in `start_order`, a round at a time. A round has an item for each program whose load is about the
-    least; the longest of these items goes to the program with the least load. Every program has an item if there are
-    enough.
+    least (`HALVES_APART`); the longest of these items goes to the program with the least load. Every program has an
+    item if there are enough.
 
     >>> program, order = assigned(np.array([3, 1, 9, 2, 1, 3]), programs=2)
     >>> order.tolist(), [int(sizes.sum()) for sizes in (np.array([3, 1, 9, 2, 1, 3])[program == p] for p in (0, 1))]
@@ -189,11 +195,12 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     """
     order = start_order(torch.from_numpy(sizes), programs, least=LEAST).numpy()
     cost = sizes + 1
-    near = float(cost.mean()) / 2
+    half = float(cost.mean()) / 2
     load, program = np.zeros(min(programs, len(sizes))), np.empty(len(sizes), dtype=np.int64)
     at = 0
     while at < len(order):
-        free = np.flatnonzero(load <= load.min() + near)
+        halves = HALVES_APART.value if len(order) - at > LAST_ROUNDS.value * programs else 1
+        free = np.flatnonzero(load <= load.min() + halves * half)
         some = order[at : at + len(free)]
         some = some[np.argsort(-cost[some], kind="stable")]
         free = free[np.argsort(load[free], kind="stable")][: len(some)]

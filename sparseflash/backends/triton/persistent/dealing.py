@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.persistent.backward_plan import HALVES_APART, LAST_ROUNDS
 from sparseflash.backends.triton.schedule.work_item import (
     CUT_FIRST_PART,
     CUT_ITEM,
@@ -58,12 +59,12 @@ def cut_kernel(
     size_ptr,  # int32 [items]
     first_ptr,  # int32 [2, items + 1]: the first part of each item; the parts of all cut items before it
     part_size_ptr,  # int32 [most_items]: the size of every part; an item that is not cut is one part
-    merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [6]: parts, parts of cut items, cut items
-    key_ptr,  # int32 [room]: the sort keys of `plan.start_order`
+    merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [8]: parts, parts of cut items, cut items
+    order_ptr, ranked_ptr,  # int32 [2, room], [room]: see `_write_order`
     items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` to `shortest`: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Cuts items into parts, and writes their sort keys."""
+    """Cuts items into parts, and begins to write the order in which they are assigned."""
     lane = tl.arange(0, AT_ONCE)
     total, most = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for first in range(0, items, AT_ONCE):
@@ -103,7 +104,7 @@ def cut_kernel(
     tl.store(total_ptr + 1, partial)
     tl.store(total_ptr + 2, cut)
     tl.debug_barrier()
-    _write_keys(part_size_ptr, key_ptr, made, total, programs, room, least, AT_ONCE)
+    _write_order(part_size_ptr, order_ptr, ranked_ptr, total_ptr, made, total, programs, room, least, AT_ONCE)
 
 
 @triton.jit
@@ -113,36 +114,75 @@ def _is_long(size, items, programs, total, least):
 
 
 @triton.jit
-def _write_keys(size_ptr, key_ptr, items, total, programs, room, least, AT_ONCE: tl.constexpr):
-    """Writes the sort keys of all items, which have `total` entries together. Unused places of `room` sort last."""
+def _write_order(
+    size_ptr, order_ptr, ranked_ptr, total_ptr, items, total, programs, room, least, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """Writes the part of `plan.start_order` that needs no sorting: the number and the size of every item that stays in
+    order. Lists the others, the long ones and those of the last three rounds, in `ranked_ptr`, for `rank_items_kernel`.
+
+    total: of the entries of all items.
+    """
     lane = tl.arange(0, AT_ONCE)
-    others = tl.zeros([], tl.int32)  # items that are not long
+    long = tl.zeros([], tl.int32)
     for first in range(0, items, AT_ONCE):
         size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
-        is_short = ~_is_long(size, items, programs, total, least) & (first + lane < items)
-        others += tl.sum(is_short.to(tl.int32), 0)
-    before = tl.zeros([], tl.int32)
+        long += tl.sum(_is_long(size, items, programs, total, least).to(tl.int32), 0)
+    first_last = tl.maximum(items - long - 3 * programs, 0)  # place among those that are not long
+    before, long_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, items, AT_ONCE):
-        size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
+        item = first + lane
+        here = item < items
+        size = tl.load(size_ptr + item, mask=here, other=0)
         is_long = _is_long(size, items, programs, total, least)
-        is_short = (~is_long & (first + lane < items)).to(tl.int32)
-        place = before + tl.cumsum(is_short, 0)
-        is_last = ~is_long & (place > others - 3 * programs)
-        key = tl.where(is_long, -1 - size, tl.where(is_last, 2147483647 - size, 0))
-        tl.store(key_ptr + first + lane, key, mask=first + lane < items)
+        is_short = (~is_long & here).to(tl.int32)
+        place = before + tl.cumsum(is_short, 0) - 1
+        is_last = place >= first_last
+        stays = here & ~is_long & ~is_last
+        tl.store(order_ptr + long + place, item, mask=stays)
+        tl.store(order_ptr + room + long + place, size, mask=stays)
+        place = tl.where(is_long, long_before + tl.cumsum(is_long.to(tl.int32), 0) - 1, long + place - first_last)
+        tl.store(ranked_ptr + place, item, mask=here & (is_long | is_last))
         before += tl.sum(is_short, 0)
-    for first in range(items // AT_ONCE * AT_ONCE, room, AT_ONCE):
-        is_unused = (first + lane >= items) & (first + lane < room)
-        tl.store(key_ptr + first + lane, tl.full([AT_ONCE], 2147483647, tl.int32), mask=is_unused)
+        long_before += tl.sum(is_long.to(tl.int32), 0)
+    tl.store(total_ptr + 6, long)
+    tl.store(total_ptr + 7, items - first_last)
+
+
+@triton.jit(do_not_specialize=["room"])
+def rank_items_kernel(
+    size_ptr, ranked_ptr, total_ptr,  # int32 [room], [room], [8]: see `_write_order`
+    order_ptr,  # int32 [2, room]: the numbers and the sizes of all items, in `plan.start_order`
+    room,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Writes the items of `ranked_ptr` into the order, the longest first, before and after those that stay in order.
+
+    There are at most seven for a program, so the place of an item is the number of longer ones.
+    """
+    items, long, ranked = tl.load(total_ptr), tl.load(total_ptr + 6), tl.load(total_ptr + 7)
+    for first in range(tl.program_id(0) * LANES, ranked, tl.num_programs(0) * LANES):
+        at = first + tl.arange(0, LANES)
+        item = tl.load(ranked_ptr + at, mask=at < ranked, other=0)
+        size = tl.load(size_ptr + item)
+        is_long = at < long
+        place = tl.where(is_long, 0, items - ranked + long)
+        for first_other in range(0, ranked, LANES):
+            other = first_other + tl.arange(0, LANES)
+            other_size = tl.load(size_ptr + tl.load(ranked_ptr + other, mask=other < ranked, other=0))[None, :]
+            is_longer = (other_size > size[:, None]) | ((other_size == size[:, None]) & (other[None, :] < at[:, None]))
+            is_alike = ((other < long)[None, :] == is_long[:, None]) & (other < ranked)[None, :]
+            place += tl.sum((is_longer & is_alike).to(tl.int32), 1)
+        tl.store(order_ptr + place, item, mask=at < ranked)
+        tl.store(order_ptr + room + place, size, mask=at < ranked)
 
 
 @triton.jit(do_not_specialize=["tiles", "programs", "room"])
 def deal_kernel(
-    order_ptr, size_ptr,  # int64, int32 [room]
+    order_ptr,  # int32 [2, room]: the numbers and the sizes of the items, in the order in which they are assigned
     made_ptr,  # int32 [2, tiles + 1]: the last are the numbers of all entries and of all chains
     dealt_ptr,  # int32 [3, room]: program, time, how many items the program has before
     start_ptr, first_entry_ptr,  # int32 [programs + 1]: the first item and the first entry of every program
-    total_ptr,  # int32 [6]: the items, read; from the fourth on written
+    total_ptr,  # int32 [8]: the items, read; from the fourth to the sixth written
     tiles, programs, room,
     PADDED: tl.constexpr, PROGRAM_BITS: tl.constexpr,
 ):  # fmt: skip
@@ -153,26 +193,30 @@ def deal_kernel(
     entries = tl.load(made_ptr + tiles).to(tl.int64)
     total = entries + items
     state = tl.where(lane < tl.minimum(programs, items), lane << COUNT_BITS, _NEVER)
-    at = 0
+    at = tl.zeros([], tl.int32)
+    item = tl.load(order_ptr + lane, mask=lane < items, other=0).to(tl.int64)
+    size = tl.load(order_ptr + room + lane, mask=lane < items, other=0).to(tl.int64)
     while at < items:
         load = state >> SHIFT
-        is_free = ((load - tl.min(load, 0)) * 2 * items <= total) & (state < _NEVER)
+        halves = tl.where(items - at > LAST_ROUNDS * programs, HALVES_APART, 1)
+        is_free = ((load - tl.min(load, 0)) * 2 * items <= halves * total) & (state < _NEVER)
         free = tl.sum(is_free.to(tl.int32), 0)
         here = (lane < free) & (at + lane < items)
-        item = tl.load(order_ptr + at + lane, mask=here, other=0)
-        size = tl.load(size_ptr + item, mask=here, other=0).to(tl.int64)
         # The longest first, the first among equals: 31 bits, as many as PADDED needs, and the number of the item.
         key = tl.where(here, ((_LARGEST - 1 - size) << SHIFT) | (lane << COUNT_BITS) | item, _NEVER)
+        at += free
+        # Those of the next round arrive while this one is sorted.
+        item = tl.load(order_ptr + at + lane, mask=at + lane < items, other=0).to(tl.int64)
+        size = tl.load(order_ptr + room + at + lane, mask=at + lane < items, other=0).to(tl.int64)
         # Both are sorted in one call, which takes as long as sorting one. Free programs come first.
         state, key = tl.split(tl.trans(tl.sort(tl.trans(tl.join(state, key)))))
         load = state >> SHIFT
         is_given = key < _NEVER
-        item, cost = key & _MASK, _LARGEST - (key >> SHIFT)
-        tl.store(dealt_ptr + item, ((state >> COUNT_BITS) & (PADDED - 1)).to(tl.int32), mask=is_given)
-        tl.store(dealt_ptr + room + item, load.to(tl.int32), mask=is_given)
-        tl.store(dealt_ptr + 2 * room + item, (state & _MASK).to(tl.int32), mask=is_given)
+        given, cost = key & _MASK, _LARGEST - (key >> SHIFT)
+        tl.store(dealt_ptr + given, ((state >> COUNT_BITS) & (PADDED - 1)).to(tl.int32), mask=is_given)
+        tl.store(dealt_ptr + room + given, load.to(tl.int32), mask=is_given)
+        tl.store(dealt_ptr + 2 * room + given, (state & _MASK).to(tl.int32), mask=is_given)
         state += tl.where(is_given, (cost << SHIFT) + 1, 0)
-        at += free
 
     # Sorted by the number of the program. Programs without an item come last.
     number, load, count = (state >> COUNT_BITS) & (PADDED - 1), state >> SHIFT, state & _MASK

@@ -2,7 +2,7 @@
 
 In PyTorch operations, a plan takes 215 operations, which the host launches one by one, three of them sorts of entries,
 and a loop on the host. The host waits once, for the numbers of entries and chains and for the end of the timeline. For
-a dynamic mask it does not wait, and launches seven kernels, the sort and one operation.
+a dynamic mask it does not wait, and launches eight kernels and one operation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import words_per_row
 from sparseflash.blockmask.cache import bounded
 
-_AT_ONCE = 1024  # items whose sort keys are made at a time
+_AT_ONCE = 1024  # items that one program reads at a time
+_RANKED = 32  # items that one program ranks at a time
 _ORDERS = 4
 _FEWEST_LANES = 32
 
@@ -82,19 +83,18 @@ def _planned(
     made = made.cumsum(1, dtype=torch.int32)
 
     size, first, merged = empty(items), empty(2, items + 1), empty(items, CUT_ITEM.value)
-    part_size, key, dealt, total = empty(room), empty(room), empty(3, room), empty(6)
+    part_size, order, ranked, dealt, total = empty(room), empty(2, room), empty(room), empty(3, room), empty(8)
     start, first_entry = empty(programs + 1), empty(programs + 1)
     rule = cuts.RULE if may_wait else cuts.NEVER
     place = (*pattern.stride(), kv_heads, columns, group)
     kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, items, _AT_ONCE)
     kernels.cut.start(
-        1, size, first, part_size, merged, total, key, items, programs, *rule, room, rules.LEAST, _AT_ONCE
+        1, size, first, part_size, merged, total, order, ranked, items, programs, *rule, room, rules.LEAST, _AT_ONCE
     )
-    order = torch.sort(key, stable=True).indices
+    kernels.rank_items.start(_RANKED, part_size, ranked, total, order, room, _RANKED)
     kernels.deal.start(
-        1, order, part_size, made, dealt, start, first_entry, total, tiles, programs, room, lanes,
-        lanes.bit_length() - 1,
-    )  # fmt: skip
+        1, order, made, dealt, start, first_entry, total, tiles, programs, room, lanes, lanes.bit_length() - 1
+    )
     distinct = lists.words.numel() // (queries * words_per_row(keys))
     words = empty(distinct * keys * words_per_row(queries))
     kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)
@@ -103,7 +103,7 @@ def _planned(
     place += (rows, band, rules.stride_of(band), room)
     if may_wait:
         # The only time that the host waits.
-        parts, parts_cut, cut, entries, chains, span = [1] * 6 if total.is_meta else total.tolist()
+        parts, parts_cut, cut, entries, chains, span = [1] * 6 if total.is_meta else total[:6].tolist()
         programs = min(programs, parts)
         cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
         kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
@@ -125,6 +125,7 @@ class _Kernels(NamedTuple):
     chain: Launch
     size: Launch
     cut: Launch
+    rank_items: Launch
     deal: Launch
     transpose: Launch
     entry: Launch
@@ -145,8 +146,9 @@ _WARPS = {"timeline": 1, "entry": 1, "rank": 2, "deal": 8}
 @bounded(maxsize=32)
 def _kernels(device: torch.device, lanes: int, queries: int, keys: int) -> _Kernels:
     functions = (
-        timeline.chain_kernel, dealing.size_kernel, dealing.cut_kernel, dealing.deal_kernel, timeline.transpose_kernel,
-        timeline.entry_kernel, timeline.rank_kernel, timeline.timeline_kernel, timeline.meet_kernel,
+        timeline.chain_kernel, dealing.size_kernel, dealing.cut_kernel, dealing.rank_items_kernel, dealing.deal_kernel,
+        timeline.transpose_kernel, timeline.entry_kernel, timeline.rank_kernel, timeline.timeline_kernel,
+        timeline.meet_kernel,
     )  # fmt: skip
     warps = (_WARPS.get(name, 4) for name in _Kernels._fields)
     return _Kernels(

@@ -154,8 +154,8 @@ def test_tiles_with_more_additions_than_are_compared_at_a_time():
 def test_more_items_than_are_sorted_by_one_program_at_a_time():
     mask = masks.local(16 * 40, window=30, block=16)
     for rule in (cuts.RULE, CUT):
-        fused_plan._kernels.cache_clear()  # a launch has one _AT_ONCE
-        with mock.patch.object(fused_plan, "_AT_ONCE", 32), mock.patch.object(cuts, "RULE", rule):
+        fused_plan._kernels.cache_clear()  # a launch has one _AT_ONCE, and one _RANKED
+        with mock.patch.multiple(fused_plan, _AT_ONCE=32, _RANKED=4), mock.patch.object(cuts, "RULE", rule):
             assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
     fused_plan._kernels.cache_clear()
 
@@ -180,7 +180,7 @@ def test_all_programs_of_a_gpu_in_every_order(name, programs):
     assert_mask_is_planned_alike(mask, heads=2 * programs // 132, kv_heads=2 * programs // 132, programs=programs)
 
 
-def test_it_takes_nine_launches_and_three_operations_and_waits_once():
+def test_it_takes_ten_launches_and_two_operations_and_waits_once():
     mask = masks.causal(400, block=128)
     lists, counted = columns_of(mask), mask.indptr.diff()
     with (
@@ -190,10 +190,10 @@ def test_it_takes_nine_launches_and_three_operations_and_waits_once():
         NoWaiting() as seen,
     ):
         fused_plan.backward_plan(lists, counted, mask.pattern, 1, 400, 400, programs=132)
-    assert (started.call_count, seen.started, waited.call_count) == (9, 3, 1)
+    assert (started.call_count, seen.started, waited.call_count) == (10, 2, 1)
 
 
-def test_where_it_must_not_wait_it_takes_seven_launches_and_two_operations():
+def test_where_it_must_not_wait_it_takes_eight_launches_and_one_operation():
     mask = masks.causal(400, block=128)
     lists, counted = columns_of(mask), mask.indptr.diff()
     with (
@@ -202,7 +202,7 @@ def test_where_it_must_not_wait_it_takes_seven_launches_and_two_operations():
         NoWaiting() as seen,
     ):
         fused_plan.backward_plan(lists, counted, mask.pattern, 1, 400, 400, programs=132, may_wait=False)
-    assert (started.call_count, seen.started) == (7, 2)
+    assert (started.call_count, seen.started) == (8, 1)
 
 
 def test_kernels_assume_the_alignment_only_of_what_always_has_it():
@@ -269,7 +269,7 @@ def test_a_rehearsal_starts_what_the_plan_starts(may_wait):
         fused_plan.backward_plan(
             columns_of(mask), mask.indptr.diff(), mask.pattern, 1, 400, 400, programs=5, may_wait=may_wait
         )
-    assert rehearsed == started and len(started) == (9 if may_wait else 7)
+    assert rehearsed == started and len(started) == (10 if may_wait else 8)
 
 
 def test_more_items_than_kernels_count_are_refused():
@@ -317,7 +317,7 @@ print(len({name for name, _ in compiled}), len({kernel.hash for _, kernel in com
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["9", "9"]
+    assert done.stdout.split() == ["10", "10"]
 
 
 # ---------------------------------------------------------------------- on a GPU
