@@ -332,7 +332,7 @@ MUTATIONS = [
     ),
     Mutation(
         "dynamic calls: a mask that is attended again is never planned",
-        "sparseflash/backends/triton/portable/dynamic_call.py",
+        "sparseflash/backends/triton/dynamic_call.py",
         "not (_DONE in cache or",
         "not (",
         "tests/backends/triton/test_dynamic_calls.py::test_a_mask_that_is_attended_again_is_planned_for_later_calls",

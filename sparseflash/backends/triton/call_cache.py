@@ -24,7 +24,8 @@ from sparseflash.blockmask.cache import BoundedDict, mask_cache
 from sparseflash.scores.change import Change, Scores
 
 if TYPE_CHECKING:
-    from sparseflash.backends.triton.portable.dynamic_call import DynamicBackward, DynamicCall, Rows
+    from sparseflash.backends.triton.dynamic_call import DynamicCall
+    from sparseflash.backends.triton.family import Rows
     from sparseflash.backends.triton.prepared_call import PreparedCall
 
 _MOST = 64  # per mask; a program with more layouts would not gain from the cache
@@ -144,10 +145,10 @@ class DynamicRun:
     def repeated_backward(self, dout: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, ...] | None:
         q, k, v, out, lse, *_ = saved
         key = native.module().layouts(dout, q, k, v, out, lse)
-        made: DynamicBackward | None = None if key is None else self._call.backwards.get(key)
-        if made is None or self._rows is None:
+        if key is None or self._rows is None:
             return None
-        return None, *made(dout, Saved(q, k, v, out, lse, None), self._mask, self._rows)
+        found = self._call.backward(key, dout, Saved(q, k, v, out, lse, None), self._mask, self._rows)
+        return None if found is None else (None, *found)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
@@ -161,7 +162,7 @@ class DynamicRun:
         key = None if dlse is not None else native.module().layouts(dout, *saved[:5])
         made = None if key is None else prepared(*saved[:3], problem).known_backward(key)
         if made is not None:
-            self._call.learn(key, made, saved.k.shape[1], self._mask)
+            self._call.learn(key, made, self._mask)
         return dq, dk, dv
 
     def operator_backward(
@@ -233,14 +234,14 @@ def _first_of_dynamic(
 ) -> tuple[Tensor, Tensor]:
     """Plans this mask, and prepares the forward of others."""
     from sparseflash.backends.triton import api
-    from sparseflash.backends.triton.portable.dynamic_call import dynamic_call
+    from sparseflash.backends.triton.dynamic_call import dynamic_call
     from sparseflash.backends.triton.prepared_call import prepared
 
     api.check_gradients(q, k, v, problem, changes)
     found = api.attention(q, k, v, problem, changes)
     if changes is None and key not in _dynamic_calls:
         call = prepared(q, k, v, problem)
-        made = dynamic_call(call.forward, call.setting, mask, problem.kernels)
+        made = dynamic_call(call.forward, call.setting, mask, call.scale, problem.kernels)
         if made is not None:
             _dynamic_calls.put(key, made)
     return found

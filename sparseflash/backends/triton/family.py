@@ -12,7 +12,9 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.architecture import Architecture, architecture_of
 from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.schedule.fused import Listed
 from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.blockmask import BlockMask
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
@@ -144,6 +146,30 @@ class Pass(Protocol):
         """How the kernels run, except for kernels that only prepare or merge."""
 
 
+class Rows(NamedTuple):
+    """What the forward of a mask that is used once leaves for its backward: the lists over rows, and perhaps the work
+    of the portable kernels in tiles of `tile` queries.
+    """
+
+    lists: Listed
+    work: Tensor | None = None
+    tile: int = 0
+
+
+class DynamicForward(Protocol):
+    """The forward of any dynamic mask that is used once, for tensors and masks of one layout."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor, Rows]:
+        """`(out, lse, rows)`."""
+
+
+class DynamicBackward(Protocol):
+    """The backward after a `DynamicForward` of any family."""
+
+    def __call__(self, dout: Tensor, saved: Saved, mask: BlockMask, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)`."""
+
+
 class ForwardPass(Pass, Protocol):
     """A forward pass."""
 
@@ -151,6 +177,9 @@ class ForwardPass(Pass, Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None, changes: Scores | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`kept` holds anything else that the backward of the same family needs."""
+
+    def dynamic(self) -> DynamicForward | None:
+        """The forward of other dynamic masks, if this is one of a dynamic mask; None if each needs a plan."""
 
 
 class BackwardPass(Pass, Protocol):
@@ -162,6 +191,9 @@ class BackwardPass(Pass, Protocol):
         """A family that serves score modifications also has `with_learned`. It takes them as one more argument, and
         also returns the gradients of their tensors.
         """
+
+    def dynamic(self) -> DynamicBackward | None:
+        """The backward of other dynamic masks, if this is one of a dynamic mask; None if each needs a plan."""
 
 
 def _none(request: Request) -> str | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import call_cache, prepared_call
-from sparseflash.backends.triton.portable.dynamic_call import DynamicCall
+from sparseflash.backends.triton.dynamic_call import DynamicCall
 from sparseflash.backends.triton.schedule import plan as planning
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
 

@@ -19,6 +19,7 @@ from sparseflash.backends.triton.hopper.backward import backward_kernel
 from sparseflash.backends.triton.hopper.choices import described_choice, reason_of_tile
 from sparseflash.backends.triton.hopper.configs import BLOCK, BackwardShape, backward_config_for, used_of
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
+from sparseflash.backends.triton.hopper.dynamic_passes import DynamicBackward
 from sparseflash.backends.triton.hopper.learned import HopperCall
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.launch.launches import (
@@ -39,6 +40,8 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
+
+WALKED = "start_ptr", "work_ptr", "entry_ptr", "words_ptr"  # the arguments for `BackwardPlan.walked`
 
 
 class BackwardLayout:
@@ -127,7 +130,7 @@ class BackwardLayout:
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
                 **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **self.changed.examples,
             },
-            device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
+            device, described, bound=WALKED, num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
         self.main = [launch]
@@ -151,13 +154,23 @@ class BackwardLayout:
         examples = {"x_ptr": dk, "y_ptr": dv}
         return merge_launch(combine_gradients_kernel, constants, by_name, examples, setting.plan.device)
 
-    def workspace(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def given(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        """`(dq, dk, dv)`, unwritten, and everything that the launches take at a call."""
+        q, k, v, out, lse, _ = saved
+        dq, dk, dv = self.empty(q), self.empty(k), self.empty(v)
+        if not self.as_they_are:
+            q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
+        given: dict[str, Any] = {
+            "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse,
+            "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "q_rest_desc": q, "k_rest_desc": k,
+            "v_rest_desc": v, "dout_rest_desc": dout, "dk_desc": dk, "dv_desc": dv, "dk_ptr": dk, "dv_ptr": dv,
+            "dq_ptr": dq, "x_ptr": dk, "y_ptr": dv, **of_call(lengths),
+        }  # fmt: skip
         for names, each in self._workspace.items():
-            x = torch.empty_like(each)
-            for name in names:
-                found[name] = x
-        return found
+            given |= dict.fromkeys(names, torch.empty_like(each))
+        return (dq, dk, dv), given
 
 
 class Backward:
@@ -171,13 +184,10 @@ class Backward:
         self._bound = [kind.bind(setting.plan, setting.block) for kind in layout.changed.all]
         self._ready = [plan.ready]
         self._finish = self._bind_finish(setting)
-        # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
-        # one.
-        entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
-        self._main = [
-            each.bind(plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words)
-            for each in layout.main
-        ]
+        batch, heads = setting.plan.pattern.shape
+        self._heads, self._kv_heads = (batch, heads), setting.plan.kv_heads
+        walked = dict(zip(WALKED, plan.walked(), strict=True))
+        self._main = [each.bind(plan.programs, **walked) for each in layout.main]
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
@@ -218,28 +228,21 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
         written: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-        q, k, v, out, lse, _ = saved
-        empty = self.layout.empty
-        dq, dk, dv = empty(q), empty(k), empty(v)
-        workspace = self.layout.workspace()
-        if not self.layout.as_they_are:
-            q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
-        given: dict[str, Any] = {
-            "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse, **workspace,
-            "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "q_rest_desc": q, "k_rest_desc": k,
-            "v_rest_desc": v, "dout_rest_desc": dout, "dk_desc": dk, "dv_desc": dv, "dk_ptr": dk, "dv_ptr": dv,
-            "dq_ptr": dq, "x_ptr": dk, "y_ptr": dv, **of_call(lengths), **(written or {}),
-        }  # fmt: skip
+        gradients, given = self.layout.given(dout, dlse, saved, lengths)
+        given |= written or {}
         if changes is not None:
             given |= self.layout.changed.tensors(changes)
         if self._combine is not None:
             # The merge also reads channels that no kernel writes, if some are between the pieces and a power of 2.
             make = torch.zeros if self.layout.has_gaps else torch.empty
-            given["parts_ptr"] = make(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
+            given["parts_ptr"] = make(self.plan.parts, self.layout.part, dtype=torch.float32, device=dout.device)
         for ready in self._ready:
             ready.wait()
         self._kernels(given)
-        return (dq, dk, dv), workspace["rows_ptr"]
+        return gradients, given["rows_ptr"]
+
+    def dynamic(self) -> DynamicBackward | None:
+        return DynamicBackward(self.layout, self.plan.programs, self._heads, self._kv_heads)
 
     def launches(self) -> list[BoundLaunch]:
         prepared = list(self.layout.changed.launches)

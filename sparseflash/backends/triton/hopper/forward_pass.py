@@ -17,6 +17,7 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, boxes_of, read_as
+from sparseflash.backends.triton.hopper.dynamic_passes import DynamicForward
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.launch.launches import (
     SOME_LENGTHS,
@@ -106,12 +107,27 @@ class ForwardLayout:
             examples = {**examples, "lengths_ptr": SOME_LENGTHS}
         return merge_launch(combine_rows_kernel, constants, by_name, examples, setting.plan.device)
 
+    def given(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+        """`(out, lse)`, unwritten, and everything that the launches take at a call."""
+        out = torch.empty_like(q) if self.out_is_as_q else empty_out(q, v)
+        lse = torch.empty_like(self.an_lse)
+        if not self.as_they_are:
+            q, k, v = as_read(q), as_read(k), as_read(v)
+        given: dict[str, Any] = {
+            "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "q_rest_desc": q, "k_rest_desc": k, "v_rest_desc": v,
+            "o_rest_desc": out, "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter(q.device), **of_call(lengths),
+        }  # fmt: skip
+        return out, lse, given
+
 
 class Forward:
     """Computes out and lse."""
 
-    def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int) -> None:
-        self.layout, self.plan = layout, plan
+    def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int, heads: tuple[int, int]) -> None:
+        """heads: `(B, Hq)`."""
+        self.layout, self.plan, self._heads = layout, plan, heads
         self._launch = layout.launch.bind(
             min(programs, -(-len(plan.work) // layout.config.streams)), work_ptr=plan.work, index_ptr=plan.index,
             tile_ptr=plan.tile, words_ptr=plan.words,
@@ -126,15 +142,8 @@ class Forward:
         changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         layout = self.layout
-        out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
-        lse = torch.empty_like(layout.an_lse)
-        if not layout.as_they_are:
-            q, k, v = as_read(q), as_read(k), as_read(v)
         self.plan.ready.wait()
-        given: dict[str, Any] = {
-            "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "q_rest_desc": q, "k_rest_desc": k, "v_rest_desc": v,
-            "o_rest_desc": out, "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter(q.device), **of_call(lengths),
-        }  # fmt: skip
+        out, lse, given = layout.given(q, k, v, lengths)
         if changes is not None:
             given |= layout.changed.tensors(changes)
         if self._combine is not None:
@@ -144,6 +153,9 @@ class Forward:
             given["parts_ptr"] = make(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
         self._kernels(given)
         return out, lse, None
+
+    def dynamic(self) -> DynamicForward | None:
+        return DynamicForward(self.layout, self._launch.programs, self._heads)
 
     def launches(self) -> list[BoundLaunch]:
         return [*self.layout.changed.launches, *self._kernels.launches]

@@ -34,7 +34,8 @@ def forward(
     if layout is None:
         made = ForwardLayout(setting, config, q, k, v, scale, size[0], merges=size[1], changes=changes)
         layout = _layouts.put(("forward", key, size), made)
-    return Forward(layout, work, programs)
+    batch, heads = setting.plan.pattern.shape
+    return Forward(layout, work, programs, (batch, heads))
 
 
 def backward(

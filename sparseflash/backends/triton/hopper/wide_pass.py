@@ -14,7 +14,7 @@ from sparseflash.backends.triton.architecture import multiprocessors
 from sparseflash.backends.triton.changes.hopper import HopperRequest
 from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
+from sparseflash.backends.triton.hopper.backward_pass import WALKED, Backward, BackwardLayout
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import (
     ROWS,
@@ -25,6 +25,7 @@ from sparseflash.backends.triton.hopper.configs import (
     padded,
 )
 from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
+from sparseflash.backends.triton.hopper.dynamic_passes import DynamicBackward, WideDynamicBackward
 from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_apart import wide_apart_kernel
@@ -122,7 +123,7 @@ class WideBackwardLayout(BackwardLayout):
             constants["EARLY"] = config.early
         return launch_of(
             wide_apart_kernel if config.apart else wide_dkdv_kernel, constants, numbers, {**tiles, **examples}, device,
-            described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=4, num_stages=1,
+            described, bound=WALKED, num_warps=4, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
 
@@ -162,6 +163,9 @@ class WideBackward(Backward):
         return self.layout.finish.bind(
             len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
         )
+
+    def dynamic(self) -> DynamicBackward | None:
+        return WideDynamicBackward(self.layout, self.plan.programs, self._heads, self._kv_heads)
 
     def choices(self) -> list[KernelChoice]:
         self.rows.ready.wait()

@@ -133,6 +133,13 @@ class BackwardPlan:
     def programs(self) -> int:
         return len(self.start) - 1
 
+    def walked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arrays that the kernel over keys reads: `start`, `work`, `entries` and `words`."""
+        # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
+        # one.
+        entries = self.entries if len(self.entries) else torch.empty_like(self.work[:1])
+        return self.start, self.work, entries, self.words
+
 
 def items_alone(
     lists: TileLists, pattern: Tensor, kv_heads: int, k_len: int, *, programs: int, may_wait: bool = True

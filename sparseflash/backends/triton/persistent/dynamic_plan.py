@@ -32,7 +32,12 @@ from sparseflash.backends.triton.schedule.worklists import (
 
 
 def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Worklist:
-    """The plan, with items `[W, ITEM]`, for `pattern [B, Hq]`; `lists`: over rows, in the forward's tiles.
+    """The plan for `pattern [B, Hq]`; `lists`: over rows, in the forward's tiles."""
+    return Worklist(*dynamic_work(lists, pattern, q_len), lists.words)
+
+
+def dynamic_work(lists: TileLists | fused.Listed, pattern: Tensor, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The items of the plan, int32 `[W, ITEM]`, and the arrays `index` and `tile` of the lists that they refer to.
 
     A row without tiles has one dead tile, number -1.
     """
@@ -47,7 +52,7 @@ def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Workl
         -(-len(order) // fused.AT_ONCE), pattern, lists.start, lists.full, lists.count, index, tile, order, work,
         *place, fused.AT_ONCE,
     )  # fmt: skip
-    return Worklist(work, index, tile, lists.words)
+    return work, index, tile
 
 
 @triton.jit(

@@ -13,6 +13,7 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.launches import like, of_call, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch, LaunchSequence
+from sparseflash.backends.triton.portable.dynamic_passes import DynamicBackward
 from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, run_kernel
@@ -96,6 +97,8 @@ class Backward:
 
     def __init__(self, layout: BackwardLayout, plan: Plan) -> None:
         self.layout = layout
+        batch, heads = plan.pattern.shape
+        self._heads, self._kv_heads = (batch, heads), plan.kv_heads
         self.means = None if layout.means is None else layout.means.bind(plan)
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
         self._planned = [] if layout.changed is None else [kind.planned(plan) for kind in layout.changed.all]
@@ -120,6 +123,11 @@ class Backward:
         wait_for(self.queries.work.ready, self.keys.work.ready)
         self.kernels(given)
         return gradients
+
+    def dynamic(self) -> DynamicBackward | None:
+        if self.kernels is None:
+            return None
+        return DynamicBackward(self.layout, self.queries, self.keys, self._heads, self._kv_heads)
 
     def with_learned(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,

@@ -14,6 +14,7 @@ from sparseflash.backends.registration import empty_kept, empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.launches import empty_like, of_call, one_number_of
 from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.portable.dynamic_passes import DynamicForward
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
 from sparseflash.backends.triton.portable.merging import combine_rows, run_kernel
 from sparseflash.backends.triton.portable.pass_layout import Layout, layouts
@@ -49,6 +50,8 @@ class Forward:
 
     def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
         self.layout = layout
+        batch, heads = plan.pattern.shape
+        self._heads = batch, heads
         self.kernel: Bound = layout.kernel.bind(plan)
         self._combine = combine_rows(self.kernel, layout.kernel, layout.written, layout.sink)
         self.is_plain = (
@@ -78,6 +81,9 @@ class Forward:
             given |= layout.changed.tensors(changes, out.device)
         run_kernel(kernel, self._combine, given)
         return out, lse, kept
+
+    def dynamic(self) -> DynamicForward | None:
+        return DynamicForward(self.layout, self.kernel, self._heads) if self.is_plain else None
 
     def launches(self) -> list[BoundLaunch]:
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]

@@ -1,6 +1,6 @@
 """Problems that the Hopper kernels take, their results in our interpreter, and their tolerance."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -51,19 +51,11 @@ def scale_of(problem):
     return problem.dim**-0.5 if problem.scale is None else problem.scale
 
 
-def interpreted(
-    mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    edits=None, backward=None, changes=None, most_filled=None, **config,
-):  # fmt: skip
-    """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
-
-    lengths: int32 `[2, B]`, if not the mask's. edits: see `Interpreted`. backward: changes of its configuration.
-    changes: score modifications; the gradients of their tensors come after the others. most_filled: up to this share of
-    live blocks of 64 the backward takes these as they are; None: the library's.
-    """
-    asked = Asked.of(mask, scale=scale, batch=len(q))
-    if lengths is not None:
-        asked = asked._replace(lengths=lengths)
+@contextmanager
+def interpreting(
+    *, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE, edits=None, backward=None, most_filled=None, **config
+):
+    """Inside, the Hopper kernels run in our interpreter: see `interpreted`."""
     counter = torch.zeros(1, dtype=torch.int32)
 
     def changed_config(*of):
@@ -92,6 +84,23 @@ def interpreted(
     with ExitStack() as stack:
         for module, name, other in replaced:
             stack.enter_context(mock.patch.object(module, name, other))
+        yield
+    assert counter.item() == 0, "the next launch would not begin with the first item"
+
+
+def interpreted(
+    mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, changes=None, **how
+):  # fmt: skip
+    """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
+
+    lengths: int32 `[2, B]`, if not the mask's. edits: see `Interpreted`. backward: changes of its configuration.
+    changes: score modifications; the gradients of their tensors come after the others. most_filled: up to this share of
+    live blocks of 64 the backward takes these as they are; None: the library's.
+    """
+    asked = Asked.of(mask, scale=scale, batch=len(q))
+    if lengths is not None:
+        asked = asked._replace(lengths=lengths)
+    with interpreting(**how):
         setting = setting_of(q, k, asked, (9, 0))
         forward = passes.forward(setting, object(), q, k, v, scale, 0, changes)
         out, lse, _ = forward(q, k, v, asked.lengths, None, changes)
@@ -107,7 +116,6 @@ def interpreted(
             else:
                 gradients, learned = run.with_learned(*given, changes)
                 gradients += tuple(x for x in learned if x is not None)
-    assert counter.item() == 0, "the next launch would not begin with the first item"
     sink = None if changes is None else changes.find("sink")
     if sink is not None:
         whole = completed(lse, sink.logits)

@@ -1,0 +1,74 @@
+"""The portable kernels' passes for masks that are used once: see `dynamic_call.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_out
+from sparseflash.backends.saved import Saved
+from sparseflash.backends.triton.family import Rows
+from sparseflash.backends.triton.portable.launches import Bound
+from sparseflash.backends.triton.schedule import fused
+from sparseflash.blockmask import BlockMask
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.backward_pass import BackwardLayout
+    from sparseflash.backends.triton.portable.forward_pass import ForwardLayout
+
+Shape = tuple[int, int]
+
+
+class DynamicForward:
+    """Computes out and lse."""
+
+    def __init__(self, layout: ForwardLayout, kernel: Bound, heads: Shape) -> None:
+        # Parts of a forward: the forward itself would keep the work of one mask alive.
+        self._layout, self._kernel, self._heads = layout, _Kernel(kernel), heads
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor, Rows]:
+        layout, kernel = self._layout, self._kernel
+        lists = fused.listed(mask.indptr, mask.indices, mask.tile, kernel.tiling)
+        out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
+        lse = torch.empty_like(layout.an_lse)
+        if not layout.as_they_are:
+            q, k, v = layout.operands(q, k, v)
+        given = {"q": q, "k": k, "v": v, "out_ptr": out, "lse_ptr": lse}
+        work = kernel.work_of(lists, mask.pattern.expand(self._heads), (*self._heads, 1), mask.q_len)
+        kernel.start(work, lists, mask, given)
+        return out, lse, Rows(lists, work, kernel.tile)
+
+
+class DynamicBackward:
+    """Computes the gradients of q, k and v."""
+
+    def __init__(self, layout: BackwardLayout, queries: Bound, keys: Bound, heads: Shape, kv_heads: int) -> None:
+        self._layout, self._queries, self._keys = layout, _Kernel(queries), _Kernel(keys)
+        self._heads, self._groups = heads, (heads[0], kv_heads, heads[1] // kv_heads)
+
+    def __call__(self, dout: Tensor, saved: Saved, mask: BlockMask, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        gradients, _, given = self._layout.given(dout, None, saved)
+        columns = fused.columns_listed(mask.indptr, mask.indices, mask.tile, mask.blocks, self._keys.tiling)
+        pattern, work = mask.pattern.expand(self._heads), rows.work
+        if work is None or rows.tile != self._queries.tile:
+            work = self._queries.work_of(rows.lists, pattern, (*self._heads, 1), mask.q_len)
+        self._queries.start(work, rows.lists, mask, given)
+        self._keys.start(self._keys.work_of(columns, pattern, self._groups, mask.k_len), columns, mask, given)
+        return gradients
+
+
+class _Kernel:
+    """A kernel that is bound to no work."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._launch, self._programs, self.tile = bound.launch.launch, bound.launch.programs, bound.tile
+        self.tiling = bound.choice.tiling
+
+    def work_of(self, lists: fused.Listed, pattern: Tensor, shape: tuple[int, int, int], length: int) -> Tensor:
+        """See `fused.work_in_start_order`."""
+        return fused.work_in_start_order(lists, pattern, shape, length, self.tile)
+
+    def start(self, work: Tensor, lists: fused.Listed, mask: BlockMask, given: dict[str, Any]) -> None:
+        self._launch.start(self._programs, work, lists.index, lists.tile, mask.words, *self._launch.pick(given))

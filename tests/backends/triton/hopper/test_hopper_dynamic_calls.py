@@ -1,0 +1,99 @@
+"""Calls of the Hopper kernels with a new dynamic mask each time: no plan is made, and the bits are those of a plan."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from sparseflash import BlockMask, attention
+from sparseflash.backends.triton import api, call_cache, prepared_call
+from sparseflash.backends.triton import device as gpu
+from sparseflash.backends.triton.hopper import support
+from sparseflash.backends.triton.schedule import plan as planning
+from tests.backends.triton.hopper.hopper_problems import interpreting
+
+FORMS = [(128, 64, 64), (128, 192, 128), (64, 64, 64), (64, 128, 128)]  # block, D and Dv
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Calls on a CPU choose, plan and start the kernels as on a Hopper GPU."""
+    monkeypatch.setattr(planning, "_DEVICES", ["cpu", "cuda"])
+    monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+    monkeypatch.setattr(api, "check", lambda *tensors: None)
+    monkeypatch.setattr(prepared_call, "compile_side_by_side", lambda launches, **how: None)
+    with interpreting():
+        yield
+
+
+def tensors(tokens, dim, v_dim, device="cpu", heads=2, kv_heads=1):
+    draw = torch.Generator().manual_seed(tokens + dim)
+    sizes = (heads, dim), (kv_heads, dim), (kv_heads, v_dim), (heads, v_dim)
+    return [torch.randn(1, h, tokens, d, generator=draw).to(device, torch.bfloat16) for h, d in sizes]
+
+
+def chosen(seed, tokens, block, device="cpu", choices=1, group=2, live=3):
+    draw = torch.Generator().manual_seed(seed)
+    blocks = -(-tokens // block)
+    index = torch.rand(1, choices, blocks, blocks, generator=draw).topk(min(live, blocks)).indices.int()
+    index[:, :, 0] = -1  # rows without a block
+    return BlockMask.from_block_index(index.to(device), block=block, q_len=tokens, causal=True, group=group)
+
+
+def differentiated(q, k, v, dout, mask, backend="hopper"):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, mask, backend=backend, return_lse=True)
+    return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+
+def planned(*given):
+    with mock.patch.object(call_cache, "place_of", return_value=None):
+        return differentiated(*given)
+
+
+def counting_plans():
+    return mock.patch.object(planning.Plan, "__init__", autospec=True, side_effect=planning.Plan.__init__)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_training_needs_no_plan_from_the_third_mask_on(on_hopper, form):
+    block, *dims = form
+    tokens = 2 * block + 40
+    given = tensors(tokens, *dims)
+    for seed, needed in enumerate((1, 1, 0, 0)):  # the second mask plans its backward, which is then known
+        with counting_plans() as plans:
+            got = differentiated(*given, chosen(seed, tokens, block))
+        assert plans.call_count == needed
+        for ours, theirs in zip(got, planned(*given, chosen(seed, tokens, block)), strict=True):
+            assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_a_mask_that_is_attended_again_is_planned_once(on_hopper):
+    tokens = 200
+    given = tensors(tokens, 64, 64)
+    for seed in range(3):
+        differentiated(*given, chosen(seed, tokens, 128))
+    mask = chosen(7, tokens, 128)
+    with counting_plans() as plans:
+        got = [differentiated(*given, mask) for _ in range(3)]
+    assert plans.call_count == 1
+    for each in got:
+        assert all(map(torch.equal, each, got[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(240, method="thread")
+@pytest.mark.parametrize("tokens", [700, 8192])
+@pytest.mark.parametrize("form", [*FORMS, (128, 128, 128), (128, 256, 256), (64, 96, 96)], ids=str)
+def test_on_a_gpu_the_bits_are_those_of_a_plan(form, tokens):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9")
+    block, *dims = form
+    given = tensors(tokens, *dims, device="cuda", heads=8, kv_heads=2)
+    how = {"device": "cuda", "choices": 2, "group": 4, "live": 8}
+    for seed in range(4):
+        for backend in ("hopper", None):  # by default the families may be mixed
+            got = differentiated(*given, chosen(seed, tokens, block, **how), backend)
+            want = planned(*given, chosen(seed, tokens, block, **how), backend)
+            assert all(map(torch.equal, got, want)), (seed, backend)
