@@ -166,8 +166,8 @@ def rank_items_kernel(
         size = tl.load(size_ptr + item)
         is_long = at < long
         place = tl.where(is_long, 0, items - ranked + long)
-        for first_other in range(0, ranked, LANES):
-            other = first_other + tl.arange(0, LANES)
+        for first_other in range(0, ranked, 16 * LANES):
+            other = first_other + tl.arange(0, 16 * LANES)
             other_size = tl.load(size_ptr + tl.load(ranked_ptr + other, mask=other < ranked, other=0))[None, :]
             is_longer = (other_size > size[:, None]) | ((other_size == size[:, None]) & (other[None, :] < at[:, None]))
             is_alike = ((other < long)[None, :] == is_long[:, None]) & (other < ranked)[None, :]

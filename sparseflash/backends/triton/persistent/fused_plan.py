@@ -26,7 +26,8 @@ from sparseflash.blockmask.bitmask import words_per_row
 from sparseflash.blockmask.cache import bounded
 
 _AT_ONCE = 1024  # items that one program reads at a time
-_RANKED = 32  # items that one program ranks at a time
+_RANKED = 16  # items that one program ranks at a time
+_RANKING = 64  # programs that rank items
 _ORDERS = 4
 _FEWEST_LANES = 32
 
@@ -91,7 +92,7 @@ def _planned(
     kernels.cut.start(
         1, size, first, part_size, merged, total, order, ranked, items, programs, *rule, room, rules.LEAST, _AT_ONCE
     )
-    kernels.rank_items.start(_RANKED, part_size, ranked, total, order, room, _RANKED)
+    kernels.rank_items.start(_RANKING, part_size, ranked, total, order, room, _RANKED)
     kernels.deal.start(
         1, order, made, dealt, start, first_entry, total, tiles, programs, room, lanes, lanes.bit_length() - 1
     )
@@ -138,8 +139,8 @@ _OF_TIMES = _Kernels._fields[-2:]  # started only by a plan that may wait
 
 # Warps of a program: one or two where many programs walk short lists, eight where one program sorts. At 65,536 tokens
 # and 64 heads of selected blocks the entries took 169 us with four warps and 57 us with one; the deal 126 us with four
-# and 96 us with eight (H200).
-_WARPS = {"timeline": 1, "entry": 1, "rank": 2, "deal": 8}
+# and 96 us with eight, and the cut of 2,048 items 21 us with four and 16 us with eight (H200).
+_WARPS = {"timeline": 1, "entry": 1, "rank": 2, "cut": 8, "deal": 8}
 
 
 # Triton specialises these kernels on nothing but their arguments: see `Launch.of_all_arguments`.

@@ -155,7 +155,7 @@ def test_more_items_than_are_sorted_by_one_program_at_a_time():
     mask = masks.local(16 * 40, window=30, block=16)
     for rule in (cuts.RULE, CUT):
         fused_plan._kernels.cache_clear()  # a launch has one _AT_ONCE, and one _RANKED
-        with mock.patch.multiple(fused_plan, _AT_ONCE=32, _RANKED=4), mock.patch.object(cuts, "RULE", rule):
+        with mock.patch.multiple(fused_plan, _AT_ONCE=32, _RANKED=2, _RANKING=3), mock.patch.object(cuts, "RULE", rule):
             assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
     fused_plan._kernels.cache_clear()
 
