@@ -67,27 +67,27 @@ TABLES = {
     "workloads": Table(
         {
             "dense, 512, batch 64, D=64": "bert-64x512/64",
-            **{f"dense, 4K, batch 2, D={dim}": f"dense-4k-d{dim}/{dim}" for dim in (32, 64, 72, 80, 96)},
+            **{f"dense, 4K, batch 2, D={dim}": f"dense-4k-d{dim}/{dim}" for dim in (32, 64, 72, 80, 96, 128, 192, 256)},
             "dense, 16K, 32 heads, D=64 (older)": "dense-16k-d64/64",
             "causal, 1K, batch 32, D=64": "gpt2-32x1k/64",
             "causal, 2K, batch 16, D=128": "causal-16x2k/128",
             **{f"causal, 8K, D={dim}": f"causal-8k-d{dim}/{dim}" for dim in (32, 64, 80, 96, 128, 192, 256)},
             "causal, 8K, D=192, values D=128": "deepseek-causal-8k/192",
-            "causal, 8K, batch 4, 32:8 heads, D=128": "llama-causal-8k/128",
+            "causal, 8K, batch 4, 32:8 heads, D=128": "llama-causal-8k/128 @ h200-workloads",
             "causal, 16K, 32 heads, D=64 (older)": "causal-16k-d64/64",
             "1K queries, 64K keys, D=128": "cross-1k-64k/128",
             "128 queries, 64K keys, batch 8, D=128": "cross-128-64k/128",
             **{f"windows of 64 and 256 keys on each side, 16K, {heads} heads, D={dim}":
                    f"window{{64,256}}/{dim} @ h200-windows" for heads, dim in ((16, 128), (32, 64))},
             "window 1,000, 32K, 32:8 heads, D=128": "window-1000-32k/128",
-            "window 1,024, 16K, D=64 (older)": "window-1024-16k-d64/64",
-            "window 1,024, 16K, D=96": "window-1024-d96/96",
-            "window 1,024, 16K, D=256 (older)": "window-1024-16k-d256/256",
+            **{f"window 1,024, 16K, D={dim}": f"{name}/{dim}"
+               for dim, name in ((64, "window-1024-16k-d64"), (96, "window-1024-d96"), (128, "window-1024-16k-d128"),
+                                 (256, "window-1024-16k-d256"))},
             "window 4,096, 64K, 32 heads, D=64": "window-4096-64k-d64/64",
             "32 packed documents, causal, 64K, D=128": "documents-64k/128",
             "Longformer, window 512, 16K, D=64 (older)": "longformer-16k/64",
-            "image, 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64 @ h200-shapes",
-            "video, 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64 @ h200-shapes",
+            "image, 128 x 128, windows of 13 x 13, D=64": "image-128-window-13/64",
+            "video, 32 x 32 x 32, windows of 9 x 9 x 9, D=64": "video-32-window-9/64",
         },
         _beside("sparseflash"), "", "mask and shape", "none",
     ),
@@ -99,7 +99,7 @@ TABLES = {
     "chosen-blocks": Table(
         {f"{tokens:,} tokens, {mask}, {label}":
              f"{case}/known/{passed}/{{column}} / selection/{case}/{way.format(passed)} @ {run}"
-         for tokens, case, run in ((16_384, "16384-heads16of16-causal-16x128-a-block", "h200-blocks-newer"),
+         for tokens, case, run in ((16_384, "16384-heads16of16-causal-16x128-a-block", "h200-blocks-16k"),
                                    (65_536, "65536-heads64of4-causal-16x128-a-block", "h200"))
          for mask, way in (("mask made before", "known/{}/sparseflash"),
                            ("made each time", "chosen/{}/sparseflash-recorded"))
