@@ -18,7 +18,8 @@ from importlib.util import find_spec
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Choose another with --hypothesis-profile=long. A test that needs fewer examples scales the profile's number.
+# Choose another with --hypothesis-profile=long. A test that needs fewer or more examples scales the number: see
+# `drawn/counts.py`.
 settings.register_profile(
     "dev", max_examples=25, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -2,7 +2,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, masks, scores, testing
@@ -12,10 +12,11 @@ from sparseflash.grouped import selected_attention
 from sparseflash.masks.block_index import mask_of_queries
 from sparseflash.scores.change import Sizes
 from sparseflash.scores.rows import _functions, in_rows
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import SEEDS
 from tests.watched.waiting import NoWaiting, assert_replays_as_called
 
-few = settings(max_examples=max(1, settings().max_examples // 2))
+few = examples_times(1 / 2)
 
 
 def generator(seed):

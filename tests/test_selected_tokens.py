@@ -3,7 +3,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, testing
@@ -12,12 +12,13 @@ from sparseflash.backends.triton.selected import api, gradients, token_tiles
 from sparseflash.backends.triton.selected.sizes import sizes_of
 from sparseflash.backends.triton.selected.tiles import MOST_DIM, pieces, shape_of, shares_values
 from sparseflash.selected_tokens import token_attention, token_scores
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import SEEDS
 from tests.watched.waiting import assert_replays_as_called
 
 HEADS = st.sampled_from([(1, 1, 1), (2, 2, 3), (1, 2, 16), (1, 1, 17)])
 DTYPES = st.sampled_from([torch.float32, torch.float16])
-few = settings(max_examples=max(1, settings().max_examples // 2))
+few = examples_times(1 / 2)
 
 
 def generator(seed):

@@ -3,16 +3,17 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.analysis import bitrows, composition, diameter, layers_to_full_reach, reach, relation
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import blocks, dense_masks, lengths
 
 MODULE = import_module("sparseflash.analysis.reach")
 MOST = 100
-HALF = settings(max_examples=max(1, settings().max_examples // 2))
+HALF = examples_times(1 / 2)
 
 
 @st.composite

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.speed.precision import products_in_tf32
@@ -34,6 +34,7 @@ from tests.compared.exactness import (
     spread_out,
     time_for_examples,
 )
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import Recipe
 from tests.drawn.problems import Problem, problems
 from tests.interpreting.products import summed_as_by_tensor_cores
@@ -41,7 +42,7 @@ from tests.interpreting.products import summed_as_by_tensor_cores
 
 @given(problems(most_tokens=300, head_dims=(1, 8, 16, 40), value_dims=(1, 16, 24), blocks=(16, 32, 64, 128),
                 dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
-@settings(max_examples=4 * settings().max_examples)
+@examples_times(4)
 # BLAS sums a product of one column term by term: the errors of dq and out were 1.5 and 1.07 times the allowed ones.
 @example(Problem(None, 1, 4, 1, 293, 293, 1, 16, torch.float32, 1.0, "contiguous", seed=832, dropout_p=0.3))
 @example(Problem(None, 2, 2, 1, 78, 78, 1, 1, torch.float32, None, "contiguous", seed=391778659, dropout_p=0.3))
@@ -62,7 +63,7 @@ def test_blockwise_is_exact_a_few_scores_at_a_time(most, dropout_p):
 @pytest.mark.parametrize("way", ["pointers", "descriptors"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @given(data=st.data())
-@settings(max_examples=max(1, 2 * settings().max_examples // 3))
+@examples_times(2 / 3)
 def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     problem = data.draw(
         problems(
@@ -295,7 +296,7 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
     blocks = ((16, 64, 128), (32, 128), (64, 256))[(dims[0] // 8 + (way == "pointers")) % 3]
 
     @given(problems(most_tokens=700, head_dims=dims[:1], value_dims=dims[1:], blocks=blocks, dtypes=(dtype,)))
-    @settings(max_examples=2 * settings().max_examples)
+    @examples_times(2)
     def run(problem):
         with loads(way), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)

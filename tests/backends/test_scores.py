@@ -17,6 +17,7 @@ from sparseflash.scores.change import Scores, Sizes
 from tests.backends.triton.plans import chunks_of
 from tests.compared.exactness import HALF, loads, new_memory_is_nan, plain
 from tests.compared.scored import FUNCTIONS, KINDS, Scored, check, results, scored
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import Recipe
 from tests.drawn.problems import Problem
 from tests.watched.waiting import NoWaiting
@@ -378,7 +379,7 @@ _GPU_CASES = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "dtype", "dims", "blocks"), _GPU_CASES)
 @given(data=st.data())
-@settings(max_examples=max(1, settings().max_examples // 8))
+@examples_times(1 / 8)
 def test_the_kernels_are_exact_on_the_gpu(kind, dtype, dims, blocks, data):
     case = data.draw(scored(always=kind, most_tokens=300, head_dims=dims[:1], value_dims=dims[1:], blocks=blocks,
                             dtypes=(dtype,), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip

@@ -1,14 +1,14 @@
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import blocks, dense_masks, lengths
 
 ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
 MOST = 150
 
-MANY = settings(max_examples=4 * settings().max_examples)
+MANY = examples_times(4)
 
 
 @st.composite

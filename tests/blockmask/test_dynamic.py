@@ -13,6 +13,7 @@ from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.csr import row_of_entry
 from tests.backends.triton.plans import plan
 from tests.compared.exactness import check
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
 from tests.drawn.masks import SEEDS, block_masks
 from tests.watched.waiting import NoWaiting
@@ -180,7 +181,7 @@ def test_blockwise_is_exact(problem):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @given(data=st.data())
-@settings(max_examples=max(1, settings().max_examples // 3))
+@examples_times(1 / 3)
 def test_the_kernel_is_exact_in_the_interpreter(dtype, data):
     sizes = {"most_tokens": 40, "head_dims": (16,), "blocks": (16, 32), "dtypes": (dtype,)}
     check(data.draw(dynamic_problems(**sizes, most_heads=2)), "triton")

@@ -2,7 +2,7 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -10,6 +10,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.ops import boolean
 from tests.compared.algebra import assert_is, peak_of
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import made_dynamic
 from tests.drawn.masks import SEEDS, block_masks, blocks, dense_masks, lengths
 from tests.watched.largest_tensor import LargestTensor
@@ -66,7 +67,7 @@ def test_complement_is_live_where_the_mask_is_dead(mask):
     assert ~~mask == mask.bake_lengths()
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(mask_groups(3))
 def test_the_laws_of_boolean_algebra(group):
     a, b, c = group

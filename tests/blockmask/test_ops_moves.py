@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, masks
@@ -10,6 +10,7 @@ from sparseflash.blockmask.arguments import BLOCKS
 from sparseflash.blockmask.ops import crop as crop_module
 from sparseflash.blockmask.ops import permute as permute_module
 from tests.compared.algebra import assert_is, peak_of
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import block_masks, blocks
 
 MOST = 150
@@ -393,7 +394,7 @@ def test_transpose_in_chunks(one_tile_at_once):
 # ---------------------------------------------------------------------- laws that join them
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(block_masks(100), st.data())
 def test_operations_commute_with_the_boolean_ones(mask, data):
     other = random_mask(mask.q_len, mask.k_len, (32, 16))

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
@@ -15,6 +15,7 @@ from tests.compared.scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, FUNCTIONS, SHARD
 from tests.distributed import sharded_attention
 from tests.distributed.sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
 from tests.distributed.shared_files import copies_of_files
+from tests.drawn.counts import examples_times
 from tests.drawn.problems import problems
 from tests.processes.pool import Failed, Processes
 
@@ -208,7 +209,7 @@ def test_queries_that_travel_are_as_exact(pool, problem, ranks):
 
 
 @given(problem=drawn_problems(most_heads=1), ranks=st.integers(2, 4), times=st.integers(1, 2))
-@settings(max_examples=max(1, settings().max_examples // 2))
+@examples_times(1 / 2)
 def test_heads_that_travel_are_as_exact(pool, problem, ranks, times):
     mask = problem.mask
     assume(has_blocks_for(mask, ranks))
@@ -248,7 +249,7 @@ def test_changed_scores_of_heads_that_travel_are_as_exact(pool, case, ranks):
 
 
 @given(case=drawn_scores(torch.float32, kinds=(*SHARDED, "function of scores"), most_tokens=80))
-@settings(max_examples=max(1, settings().max_examples // 4))
+@examples_times(1 / 4)
 def test_kernels_take_positions_in_the_whole_sequence(pool, case):
     assume(has_blocks_for(case.problem.mask, 2))
     check_scored(pool, 2, case, {"strategy": "keys"}, backend="triton")
@@ -270,7 +271,7 @@ def test_dropout_is_that_of_one_process(pool, problem, ranks, way):
 
 
 @given(problem=drawn_problems((torch.float32, torch.float16), 2, 70, dropouts=(0.3,)), queries=st.booleans())
-@settings(max_examples=max(1, settings().max_examples // 4))
+@examples_times(1 / 4)
 def test_kernels_drop_by_positions_in_the_whole_sequence(pool, problem, queries):
     assume(has_blocks_for(problem.mask, 2))
     check_dropping(pool, 2, problem, {"strategy": "queries" if queries else "keys"}, backend="triton")
@@ -358,7 +359,7 @@ def test_heads_that_travel_give_the_bits_of_one_process(pool):
 
 
 @given(problem=drawn_problems(dtypes=(torch.float32,)), ranks=st.integers(2, 4), stages=st.integers(0, 4))
-@settings(max_examples=max(1, settings().max_examples // 2))
+@examples_times(1 / 2)
 def test_live_remote_keys_travel_and_nothing_else(pool, problem, ranks, stages):
     mask = problem.mask
     assume(has_blocks_for(mask, ranks))

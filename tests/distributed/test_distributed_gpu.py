@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sparseflash import attention, distributed, dropout, masks, testing
@@ -8,6 +8,7 @@ from sparseflash.backends.triton.changes.own_source import MOST_ENTRIES
 from tests.compared.scored import FUNCTIONS, SHARDED, scored
 from tests.distributed import sharded_attention
 from tests.distributed.sharded_attention import check_dropping, check_scored, check_transports, sharded
+from tests.drawn.counts import examples_times
 from tests.drawn.problems import problems
 from tests.processes.pool import Processes
 
@@ -32,7 +33,7 @@ def tensors(mask, heads, kv_heads, dim=64, dtype=torch.bfloat16):
 @pytest.mark.parametrize("stages", [0, 1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @given(data=st.data())
-@settings(max_examples=max(1, settings().max_examples // 4))
+@examples_times(1 / 4)
 def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
     problem = data.draw(
         problems(most_tokens=600, head_dims=(64,), value_dims=(64,), blocks=(32, 64), dtypes=(dtype,))
@@ -58,7 +59,7 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
     ),
     strategy=st.sampled_from(["keys", "queries"]),
 )
-@settings(max_examples=max(1, settings().max_examples // 6))
+@examples_times(1 / 6)
 def test_changed_scores_are_as_exact(pool, case, strategy):
     mask, ranks = case.problem.mask, len(pool.pipes)
     assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
@@ -69,7 +70,7 @@ def test_changed_scores_are_as_exact(pool, case, strategy):
 @pytest.mark.parametrize("strategy", ["keys", "queries"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @given(data=st.data())
-@settings(max_examples=max(1, settings().max_examples // 4))
+@examples_times(1 / 4)
 def test_dropout_is_that_of_one_gpu(pool, dtype, strategy, data):
     problem = data.draw(
         problems(

@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 from torch.nn.attention.flex_attention import (
@@ -18,6 +18,7 @@ from sparseflash import BlockMask, attention, masks
 from sparseflash.interop import from_flex, to_flex
 from sparseflash.interop.flex_attention import create_block_mask as own_create_block_mask
 from sparseflash.interop.flex_blocks import supported
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import RULES, block_masks, lengths, rule
 from tests.drawn.rule_spellings import Data, by_numbers, data_rules
 
@@ -67,7 +68,7 @@ def test_a_mask_goes_out_and_comes_back(mask):
     assert from_flex(to_flex(mask)) == BlockMask.from_dense(mask.to_dense(), block=(mask.block_q, mask.block_k))
 
 
-@settings(max_examples=max(1, settings().max_examples // 2))  # FlexAttention compiles for each
+@examples_times(1 / 2)  # FlexAttention compiles for each
 @given(mask=block_masks(most_tokens=100, batch=2, heads=2), seed=st.integers(0, 999))
 @example(mask=BlockMask.from_layout(torch.zeros(2, 2, 3, 3, dtype=torch.bool), block=16), seed=0)
 def test_eager_flexattention_under_the_exported_mask_is_our_attention(mask, seed):

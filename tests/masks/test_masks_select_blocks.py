@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
@@ -13,10 +13,11 @@ from sparseflash.grouped import selected_attention
 from sparseflash.masks import select_blocks
 from sparseflash.masks.select_blocks import lists_of
 from sparseflash.masks.tiling.columns import Columns
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import SEEDS
 from tests.masks.chosen_blocks import WAYS, by, generator
 
-few = settings(max_examples=max(1, settings().max_examples // 2))
+few = examples_times(1 / 2)
 
 
 def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near, sums=None):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,6 +24,7 @@ from sparseflash.nn import (
     self_attention,
 )
 from sparseflash.nn.rotary import plane_rates
+from tests.drawn.counts import examples_times
 
 NEAR = partial(masks.local, window=24, causal=True, block=16)
 CPU = torch.device("cpu")
@@ -119,7 +120,7 @@ def test_cross_attention_has_a_mask_of_both_lengths():
     causal_mask=st.sampled_from([NEAR, masks.causal, NEAR(128), masks.causal(200, block=32)]),
     kv_heads=st.sampled_from([1, 2]),
 )
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 def test_tokens_in_steps_give_what_they_give_together(lengths, causal_mask, kv_heads):
     layer = filled(SparseSelfAttention(16, 2, causal_mask, kv_heads=kv_heads, rotary=Rotary(8))).eval()
     x = torch.randn(2, min(sum(lengths), 120), 16)

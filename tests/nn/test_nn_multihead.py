@@ -2,11 +2,12 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import interop, masks
 from sparseflash.nn import MultiheadAttention
+from tests.drawn.counts import examples_times
 
 
 def pair(mask=None, **arguments):
@@ -27,7 +28,7 @@ def pair(mask=None, **arguments):
     attn_mask=st.sampled_from([None, "bool", "float", "bool each", "float each"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=2 * settings().max_examples)
+@examples_times(2)
 def test_it_computes_what_pytorchs_does(batch_first, bias, narrow, has_batch, padding, attn_mask, seed):
     theirs, ours = pair(batch_first=batch_first, bias=bias, **({"kdim": 8, "vdim": 4} if narrow else {}))
     batch, q_len, k_len = 3, 20, 30

@@ -1,11 +1,12 @@
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparseflash import BlockMask, attention, masks, scores
 from sparseflash.backends import problem as backends_problem
 from tests.compared.scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, KINDS, Scored, check, results, scored
+from tests.drawn.counts import examples_times
 from tests.drawn.problems import Problem
 
 HALF = (torch.float16, torch.bfloat16)
@@ -14,7 +15,7 @@ HALF = (torch.float16, torch.bfloat16)
 @given(scored(most_tokens=100, head_dims=(1, 8, 16), value_dims=(1, 16), blocks=(16, 32),
               dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
 @example(ALMOST_ALL_WEIGHT_ON_ONE_KEY)
-@settings(max_examples=3 * settings().max_examples)
+@examples_times(3)
 def test_blockwise_is_exact(case):
     check(case, "blockwise")
 

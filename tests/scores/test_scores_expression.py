@@ -2,12 +2,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import attention, scores
 from sparseflash.scores.expression import derivatives
 from sparseflash.scores.tracing import named_operations, recorded
+from tests.drawn.counts import examples_times
 
 CPU = torch.device("cpu")
 SIZES = 2, 3, 6, 8
@@ -68,7 +69,7 @@ def inputs(dtype=torch.float64):
 
 @given(function=functions())
 @example(function=function_of("abs", "round", "power", "add", "add", "distance"))
-@settings(max_examples=settings().max_examples * 2)
+@examples_times(2)
 def test_an_expression_and_its_derivatives_are_those_of_the_function(function):
     score, gain, table = (x.requires_grad_() for x in inputs())
     wanted = function(score, *PLACES, gain, table)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, grouped, selection, testing
@@ -13,10 +13,11 @@ from sparseflash.backends import chosen_blocks
 from sparseflash.backends.chosen_blocks import block_attention
 from sparseflash.backends.triton.selected import block_api, block_lists
 from sparseflash.selection import attending
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import SEEDS
 from tests.selection.layers import WIDTH, example_of, filled, sequence
 
-few = settings(max_examples=max(1, settings().max_examples // 2))
+few = examples_times(1 / 2)
 HEADS = st.sampled_from(
     [(1, 1, 1, 1), (2, 2, 2, 2), (1, 4, 4, 2), (1, 6, 2, 1), (1, 4, 2, 2), (1, 9, 1, 1), (1, 20, 1, 1)]
 )  # B, Hq, that choose, Hkv

@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import call_cache, prepared_call
 from sparseflash.backends.triton.dynamic_call import DynamicCall
 from sparseflash.backends.triton.schedule import plan as planning
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
 
 TOKENS = 70
@@ -61,7 +62,7 @@ def assert_equal(got, want):
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
 
 
-@settings(max_examples=max(1, settings().max_examples // 3))
+@examples_times(1 / 3)
 @given(dynamic_problems(most_tokens=70, most_heads=2, head_dims=(16, 24), blocks=(16, 32), dtypes=(torch.float16,)))
 def test_it_has_the_bits_of_a_plan(problem):
     clear_caches()
@@ -117,7 +118,7 @@ def test_training_needs_no_plans_from_the_third_mask_on():
         assert_equal(got, differentiated(q, k, v, chosen(seed), dout, call=planned))
 
 
-@settings(max_examples=max(1, settings().max_examples // 3))
+@examples_times(1 / 3)
 @given(
     dynamic_problems(most_tokens=70, most_heads=4, head_dims=(16, 24), blocks=(16, 32), dtypes=(torch.float16,)),
     st.booleans(),

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, clear_caches, masks
@@ -19,6 +19,7 @@ from tests.backends.triton.plans import plan
 from tests.compared.closeness import NAMES
 from tests.compared.exactness import check, results
 from tests.compiling.uninterpreted import python
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
 from tests.drawn.masks import SEEDS, block_masks
 from tests.watched.waiting import NoWaiting
@@ -156,7 +157,7 @@ def test_lengths_less_than_half_an_octave_apart_count_as_equal(lengths):
 
 
 @given(dynamic_problems(most_tokens=40, most_heads=2, head_dims=(16,), blocks=(16, 32), dtypes=(torch.float16,)))
-@settings(max_examples=max(1, settings().max_examples // 5))
+@examples_times(1 / 5)
 def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
     with by("operations"):
         want = results(problem, "triton", "cpu")

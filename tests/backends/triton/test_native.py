@@ -11,13 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.calls import through_triton
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import direct_start, native
 from tests.backends.triton.native_fuzz import Driver, draw_once
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import SEEDS
 
 C = native.module()
@@ -34,7 +35,7 @@ def test_this_machine_compiles_it():
     assert native.served_by() == "compiled C" and C is not native.Nothing
 
 
-@settings(max_examples=4 * settings().max_examples)
+@examples_times(4)
 @given(st.randoms(use_true_random=False))
 def test_it_starts_what_it_is_given_and_refuses_what_is_wrong(draw):
     draw_once(draw, Driver(), C)

@@ -5,12 +5,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import api, call_cache, prepared_call
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import SEEDS
 
 HEADS, TOKENS = 2, 24
@@ -115,7 +116,7 @@ def test_a_repeat_plans_nothing_and_gives_what_a_first_call_gives(kind, masked):
         assert same(found, results(*drawn(kind, 1), mask, inputs(1)))
 
 
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(
     st.lists(
         st.fixed_dictionaries({

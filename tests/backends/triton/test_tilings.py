@@ -3,7 +3,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.speed import patterns
@@ -15,6 +15,7 @@ from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Cost, Tilin
 from sparseflash.blockmask import bitmask
 from tests.backends.triton.plans import WAYS, chunks_of, plan, tilings_of, tilings_taken_by
 from tests.compared.exactness import check, loads
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import made_dynamic
 from tests.drawn.masks import Recipe, block_masks
 from tests.drawn.problems import Problem, problems
@@ -270,7 +271,7 @@ def test_the_mask_can_be_freed_after_a_run():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @given(data=st.data())
-@settings(max_examples=max(1, settings().max_examples // 2))
+@examples_times(1 / 2)
 def test_the_kernel_is_exact_in_the_interpreter(dtype, data):
     problem = data.draw(
         problems(
@@ -365,7 +366,7 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dim, way):
         ).filter(lambda problem: problem.recipe is not None),
         st.sampled_from(["pointers", "descriptors"]),
     )  # fmt: skip
-    @settings(max_examples=max(1, settings().max_examples // 2))
+    @examples_times(1 / 2)
     def run(problem, by):
         with tilings_taken_by(way), loads(by), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)

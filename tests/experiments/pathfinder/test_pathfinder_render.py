@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.pathfinder.draw import draw
@@ -12,6 +12,7 @@ from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
 from experiments.pathfinder.render_device import DeviceRenderer
 from experiments.pathfinder.vectors import Vectors, collect
+from tests.drawn.counts import examples_times
 from tests.experiments.pathfinder.parameters import OTHER
 
 CASES = {"32-6": lra(32, 6), "64-6": lra(64, 6), "128-9": lra(128, 9), "256-6": lra(256, 6), "other": OTHER}
@@ -43,7 +44,7 @@ def test_gpu_gives_the_same_bits(name):
 
 
 @given(st.lists(st.integers(0, 11), min_size=1, max_size=8))
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 def test_batches_may_have_any_order_and_repeat(indices):
     vectors = vectors_of("32-6")
     assert np.array_equal(DeviceRenderer(vectors, "cpu")(torch.tensor(indices)).numpy(), render(vectors)[indices])

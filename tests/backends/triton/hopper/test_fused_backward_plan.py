@@ -3,7 +3,7 @@ from unittest import mock
 import pytest
 import torch
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
@@ -21,6 +21,7 @@ from tests.backends.triton.hopper import reference_plan
 from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
 from tests.backends.triton.plans import plan
 from tests.compiling.uninterpreted import python
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import made_dynamic
 from tests.drawn.masks import SEEDS, block_masks
 from tests.watched.waiting import NoWaiting, waiting_raises
@@ -73,7 +74,7 @@ def few_entries_at_once(request, monkeypatch):
         monkeypatch.setattr(timeline, "AT_ONCE", tl.constexpr(AT_ONCE))
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40))
 def test_kernels_plan_what_operations_plan(data, batch, kv_heads, group, programs):
     heads = kv_heads * group
@@ -85,7 +86,7 @@ def test_kernels_plan_what_operations_plan(data, batch, kv_heads, group, program
         assert_mask_is_planned_alike(mask, batch, heads, kv_heads, programs)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40), SEEDS)
 def test_a_mask_made_at_every_step_is_planned_without_waiting(data, batch, kv_heads, group, programs, seed):
     heads = kv_heads * group
@@ -280,7 +281,7 @@ def test_more_items_than_kernels_count_are_refused():
         fused_plan.backward_plan(lists, counted, pattern, 1 << 10, 400, 400, programs=132)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(st.data(), st.integers(1, 2), st.integers(1, 3), st.integers(1, 2), st.integers(1, 40), st.booleans())
 def test_without_a_gpu_the_items_of_every_program_are_planned_alone(data, batch, kv_heads, group, programs, may_wait):
     heads = kv_heads * group

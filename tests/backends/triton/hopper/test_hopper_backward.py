@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import scores
@@ -37,6 +37,7 @@ from tests.backends.triton.hopper.hopper_problems import (
 )
 from tests.backends.triton.hopper.missing_lines import assert_noticed, lines_of, synchronising_lines, without
 from tests.compared.exactness import LARGE_SCORES, check_weights_of_one
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import Loosened
 from tests.drawn.masks import Recipe
 from tests.drawn.problems import Problem
@@ -45,13 +46,13 @@ SEEDS = st.integers(0, 2**16)
 RULES = st.sampled_from([cuts.RULE, PARTS, PARTS._replace(shortest=3)])
 
 
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(drawn(most_tokens=300), SEEDS, st.integers(1, 5), RULES)
 def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, seed, programs, cut):
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(
     drawn(most_tokens=260, head_dims=(16, 40, 80, 104, 192, 256), value_dims=(16, 72, 128, 256)), SEEDS,
     st.integers(1, 5), RULES,
@@ -68,7 +69,7 @@ def drawn_small(**more):
     return drawn(most_tokens=200, blocks=(64,), **more).filter(lambda problem: problem.mask.block_q == 64)
 
 
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(
     drawn_small(head_dims=(16, 64, 80, 96, 128), value_dims=(16, 72, 128)), SEEDS, st.integers(1, 5), RULES,
 )  # fmt: skip
@@ -81,7 +82,7 @@ def test_exact_in_tiles_of_64(problem, seed, programs, cut):
     assert_exact(problem, got)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(drawn_small(), SEEDS, SEEDS, st.integers(1, 5))
 def test_exact_in_tiles_of_64_under_masks_made_at_every_step(problem, of_arrays, seed, programs):
     problem = replace(problem, recipe=Loosened(problem.recipe, of_arrays))
@@ -90,7 +91,7 @@ def test_exact_in_tiles_of_64_under_masks_made_at_every_step(problem, of_arrays,
     assert_exact(problem, got)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(SEEDS, st.sampled_from([64, 96, 128]), st.integers(1, 5), RULES)
 def test_the_bits_depend_on_no_interleaving_in_tiles_of_64(seed, dim, programs, cut):
     problem, how = some_small_problem(dim=dim, v_dim=dim), {"programs": programs, "cut": cut, "most_filled": 1.0}
@@ -98,7 +99,7 @@ def test_the_bits_depend_on_no_interleaving_in_tiles_of_64(seed, dim, programs, 
     assert all(map(torch.equal, run(problem, gradients=True, seed=seed, **how), first))
 
 
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(
     drawn(most_tokens=300, blocks=(128,), head_dims=(64, 80, 96, 128, 192), value_dims=(64, 256)), SEEDS, SEEDS,
     st.integers(1, 16),
@@ -108,7 +109,7 @@ def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed))
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(SEEDS, st.sampled_from([64, 80, 128]), st.integers(1, 5), st.integers(2, 3), st.integers(2, 3), RULES)
 def test_the_bits_depend_on_no_interleaving(seed, dim, programs, q_stages, dout_stages, cut):
     problem = some_problem(dim=dim, v_dim=dim)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, scores
@@ -27,6 +27,7 @@ from tests.backends.triton.hopper.hopper_problems import (
     some_problem,
 )
 from tests.backends.triton.hopper.missing_lines import assert_noticed, lines_of, synchronising_lines, without
+from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import Loosened
 from tests.drawn.masks import Recipe
 
@@ -45,7 +46,7 @@ def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, r
     assert_exact(problem, got)
 
 
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(
     drawn(head_dims=(16, 32, 80, 104, 192, 256), value_dims=(16, 48, 80, 128, 256), most_tokens=300), SEEDS,
     st.integers(1, 4), RULES,
@@ -98,7 +99,7 @@ def test_lengths_cut_lists_of_more_than_128_tiles(kind):
     torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(SEEDS, st.integers(1, 16), st.integers(2, 4))
 def test_the_bits_depend_on_no_interleaving_and_on_no_number_of_programs(seed, programs, stages):
     first = run(some_problem(), programs=1, seed=0)

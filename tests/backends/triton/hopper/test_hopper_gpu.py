@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, explain, masks, scores, testing
@@ -20,6 +20,7 @@ from tests.backends.triton.plans import plan
 from tests.compared.exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by, time_for_examples
 from tests.compared.scored import Scored
 from tests.compared.scored import check as check_changed
+from tests.drawn.counts import examples_times
 from tests.drawn.problems import problems
 from tests.watched.waiting import assert_replays_as_called
 
@@ -37,7 +38,7 @@ def needs_hopper():
 @drawn_for_long
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
-@settings(max_examples=2 * settings().max_examples // 3)
+@examples_times(2 / 3)
 @given(data=st.data())
 def test_exact_on_the_gpu(dim, dtype, data):
     drawn = problems(
@@ -54,7 +55,7 @@ OTHER_DIMS = [
 
 @drawn_for_long
 @pytest.mark.parametrize("dims", OTHER_DIMS, ids=str)
-@settings(max_examples=max(1, settings().max_examples // 3))
+@examples_times(1 / 3)
 @given(data=st.data())
 def test_other_head_dims_are_exact_on_the_gpu(dims, data):
     drawn = problems(
@@ -90,7 +91,7 @@ SMALL_DIMS = [(64, 64), (96, 96), (128, 128), (16, 16), (32, 48), (80, 128)]
 
 @drawn_for_long
 @pytest.mark.parametrize("dims", SMALL_DIMS, ids=str)
-@settings(max_examples=max(1, settings().max_examples // 2))
+@examples_times(1 / 2)
 @given(data=st.data())
 def test_the_backward_in_tiles_of_64_is_exact_on_the_gpu(dims, data):
     drawn = problems(most_tokens=1500, most_batch=3, head_dims=dims[:1], value_dims=dims[1:], blocks=(64,), dtypes=HALF)
@@ -158,7 +159,7 @@ CHANGED = [
 @drawn_for_long
 @pytest.mark.parametrize("kinds", CHANGED, ids="+".join)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@settings(max_examples=max(1, settings().max_examples // 4))
+@examples_times(1 / 4)
 @given(data=st.data())
 def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
     drawn = problems(
@@ -170,7 +171,7 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
 
 @drawn_for_long
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(data=st.data())
 def test_biases_of_pairs_are_exact_on_the_gpu(dim, data):
     drawn = problems(

@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, clear_caches, explain, masks, scores
@@ -31,6 +31,7 @@ from tests.backends.triton.hopper.hopper_problems import (
 )
 from tests.compared.exactness import new_memory_is_nan
 from tests.compared.scored import Scored, check_results
+from tests.drawn.counts import examples_times
 from tests.drawn.masks import Recipe
 
 KINDS = ("softcap", "alibi", "log_decay", "sink")
@@ -57,7 +58,7 @@ def run(case, **how):
     return dict(zip(("out", "lse", "dq", "dk", "dv", *of_learned), found, strict=True))
 
 
-@settings(max_examples=settings().max_examples // 2)
+@examples_times(1 / 2)
 @given(
     drawn(most_tokens=300), SOME, st.booleans(), st.booleans(), SEEDS, st.integers(1, 5),
     st.sampled_from([plan.RULE, CUT]), st.sampled_from([cuts.RULE, PARTS]),
@@ -73,7 +74,7 @@ def test_a_sink_is_exact_in_blocks_of_64(most_filled, cut):
     check_results(case, run(case, most_filled=most_filled, cut=cut))
 
 
-@settings(max_examples=settings().max_examples // 3)
+@examples_times(1 / 3)
 @given(
     drawn(most_tokens=300).filter(lambda problem: problem.q_len > 1),
     st.booleans(), st.sampled_from([(), ("sink",)]), SEEDS, st.integers(1, 5),
@@ -86,7 +87,7 @@ def test_biases_of_pairs_are_exact(problem, shared, others, seed, programs, rule
         check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
 
 
-@settings(max_examples=settings().max_examples // 5)
+@examples_times(1 / 5)
 @given(
     SEEDS, st.sampled_from([64, 128]), st.integers(1, 5),
     st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink"), ("t5", "sink"), ("key_bias", "sink"),
