@@ -82,6 +82,15 @@ def remembered(
     return made
 
 
+def cast_matrices(model: LanguageModel) -> None:
+    """Casts the model's matrices to the dtype that it multiplies in, which every token would do anew. Scores keep their
+    bits.
+    """
+    for x in model.parameters():
+        if x.ndim == 2:
+            x.data = x.data.to(model.dtype)
+
+
 def put_row(whole: Sequence[Layer], row: int, one: Sequence[Layer]) -> None:
     """Copies the caches of one sequence into a row of the caches of several, all of the same length."""
     for there, here in zip(whole, one, strict=True):

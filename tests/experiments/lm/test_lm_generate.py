@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 from experiments.lm import generate
 from experiments.lm.cli import app
 from experiments.lm.model.attention import attention_over
-from experiments.lm.model.remembered import next_scores, put_row, remembered
+from experiments.lm.model.remembered import cast_matrices, next_scores, put_row, remembered
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from experiments.lm.patterns import of_layers
 from experiments.lm.sample import opened
@@ -39,6 +39,20 @@ def test_with_a_cache_the_scores_are_those_of_all_tokens_together(pattern, posit
         scores = next_scores(model, IDS[:, place : place + 1], whole)
         if place % 16 in (0, 5, 15):
             torch.testing.assert_close(scores, model.scores(IDS, place)[:, :300], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pattern", ["dense", "msa", "nsa"])
+@torch.no_grad()
+def test_casting_the_matrices_once_keeps_the_bits(pattern):
+    model = model_of(pattern, "sparseflash").eval()
+    model.dtype = torch.bfloat16
+    found = []
+    for _ in range(2):
+        cached = caches(model, pattern, 2)
+        found.append([next_scores(model, ids, cached) for ids in (IDS[:, :21], IDS[:, 21:22], IDS[:, 22:23])])
+        cast_matrices(model)
+    assert {x.dtype for x in model.parameters() if x.ndim == 2} == {torch.bfloat16}
+    assert all(map(torch.equal, *found))
 
 
 def test_the_likeliest_tokens_are_chosen_one_after_the_other(tmp_path):
