@@ -1,7 +1,7 @@
 """Calls with dynamic masks, which are new at every step: prepared once for all masks of one layout.
 
 A plan serves many calls with one mask. For a mask with a single call, making the plan's objects would take longer than
-the kernels. So here the same kernels list the work, and nothing is kept.
+the kernels. So here the kernels that list the work of a plan are started without a plan, and their lists are not kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_LAYOUTS = 8  # of the backward's inputs, per call
 
 
 class DynamicCall:
-    """The forward for the first call with a mask, in half precision, and backwards that follow it."""
+    """The forward for the first call with each mask of one layout, in half precision, and the backwards after it."""
 
     def __init__(self, forward: DynamicForward, scale: float, kernels: str) -> None:
         self.scale, self.kernels = scale, kernels
@@ -38,7 +38,7 @@ class DynamicCall:
         return self._forward(q, k, v, mask)
 
     def learn(self, key: Any, backward: BackwardPass, mask: BlockMask) -> None:
-        """Prepares the backward of other masks, unless it needs a plan."""
+        """Prepares the backward of later masks, unless such a backward needs a plan."""
         if fused.can_search((len(mask.indptr) - 1) // mask.blocks[0], mask.blocks):
             made = backward.dynamic()
             if made is not None:
@@ -55,7 +55,7 @@ class DynamicCall:
 def dynamic_call(
     forward: ForwardPass | None, setting: Setting, mask: BlockMask, scale: float, kernels: str
 ) -> DynamicCall | None:  # fmt: skip
-    """The call of other masks of this layout; None if it needs a plan."""
+    """The call for other masks of this layout; None if each mask needs a plan."""
     if forward is None or not setting.plan.lists.fused or mask.words.data_ptr() % 16:
         return None
     made = forward.dynamic()

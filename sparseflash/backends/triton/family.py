@@ -147,8 +147,8 @@ class Pass(Protocol):
 
 
 class Rows(NamedTuple):
-    """What the forward of a mask that is used once leaves for its backward: the lists over rows, and perhaps the work
-    of the portable kernels in tiles of `tile` queries.
+    """The results of a `DynamicForward` that the backward reuses: the lists over rows and, after a portable forward,
+    the work of its kernel, in tiles of `tile` queries.
     """
 
     lists: Listed
@@ -157,7 +157,7 @@ class Rows(NamedTuple):
 
 
 class DynamicForward(Protocol):
-    """The forward of any dynamic mask that is used once, for tensors and masks of one layout."""
+    """The forward for dynamic masks that are used once, with tensors and masks of one layout."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor, Rows]:
         """`(out, lse, rows)`."""
@@ -179,7 +179,7 @@ class ForwardPass(Pass, Protocol):
         """`kept` holds anything else that the backward of the same family needs."""
 
     def dynamic(self) -> DynamicForward | None:
-        """The forward of other dynamic masks, if this is one of a dynamic mask; None if each needs a plan."""
+        """For a dynamic mask: the forward for other masks of its layout; None if each mask needs a plan."""
 
 
 class BackwardPass(Pass, Protocol):
@@ -193,7 +193,7 @@ class BackwardPass(Pass, Protocol):
         """
 
     def dynamic(self) -> DynamicBackward | None:
-        """The backward of other dynamic masks, if this is one of a dynamic mask; None if each needs a plan."""
+        """For a dynamic mask: the backward for other masks of its layout; None if each mask needs a plan."""
 
 
 def _none(request: Request) -> str | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import call_cache, prepared_call
 from sparseflash.backends.triton.dynamic_call import DynamicCall
+from sparseflash.backends.triton.schedule import fused
 from sparseflash.backends.triton.schedule import plan as planning
 from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
@@ -118,6 +119,31 @@ def test_training_needs_no_plans_from_the_third_mask_on():
         assert_equal(got, differentiated(q, k, v, chosen(seed), dout, call=planned))
 
 
+def test_a_backward_in_other_tiles_than_the_forward_has_work_of_its_own():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, dout = [torch.randn(1, heads, 150, 192, generator=draw).half() for heads in (2, 1, 1, 2)]
+    for _ in range(3):
+        values = torch.rand(1, 2, 2, 2, generator=draw)
+        given = q, k, v, masks.top_k_blocks(values, k=1, q_len=150, block=128), dout
+        again = q, k, v, masks.top_k_blocks(values, k=1, q_len=150, block=128), dout
+        assert_equal(differentiated(*given), differentiated(*again, call=planned))
+
+
+def test_a_backward_of_sorted_columns_needs_a_plan(monkeypatch):
+    monkeypatch.setattr(fused, "_MOST_ROWS", 1)
+    q, k, v = tensors()
+    for seed in range(3):
+        with served() as plans:
+            differentiated(q, k, v, chosen(seed), q)
+        assert plans.call_count == 1
+
+
+def test_masks_that_kernels_do_not_plan_need_plans(monkeypatch):
+    monkeypatch.setattr(planning, "_DEVICES", ["cuda"])
+    run(*tensors(), chosen(0))
+    assert not call_cache._dynamic_calls
+
+
 @examples_times(1 / 3)
 @given(
     dynamic_problems(most_tokens=70, most_heads=4, head_dims=(16, 24), blocks=(16, 32), dtypes=(torch.float16,)),
@@ -180,14 +206,19 @@ def test_lengths_and_score_modifications_take_the_longer_way():
             run(q.clone().requires_grad_(), k, v, chosen(1))
 
 
+def unaligned(bits):
+    """The same numbers at an address that is no multiple of 16."""
+    copy = bits.new_empty(bits.numel() + 1)[1:].view_as(bits).copy_(bits)
+    assert copy.data_ptr() % 16
+    return copy
+
+
 def test_other_layouts_have_forwards_of_their_own():
     q, k, v = tensors()
     inside = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     beside = [torch.cat([x, x], -1)[..., 1:17] for x in (q, k, v)]  # rows are no multiples of 16 bytes
     shared = made_dynamic(masks.local(TOKENS, window=20, block=16), seed=0)
-    others = dataclasses.replace(
-        shared, bits=torch.cat([shared.bits[:1], shared.bits]).view(-1)[16:].view_as(shared.bits)
-    )
+    others = dataclasses.replace(shared, bits=unaligned(shared.bits))
     calls = [
         ((q, k, v), chosen, {}), (inside, chosen, {}), (beside, chosen, {}), ((q, k, v), chosen, {"scale": 0.5}),
         ((q, k, v), lambda seed: chosen(seed, heads=1), {}), ((q, k, v), lambda seed: chosen(seed, sink_blocks=1), {}),

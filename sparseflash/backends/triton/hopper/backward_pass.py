@@ -41,7 +41,7 @@ from sparseflash.blockmask.transfer import to_device
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
-WALKED = "start_ptr", "work_ptr", "entry_ptr", "words_ptr"  # the arguments for `BackwardPlan.walked`
+WALKED = "start_ptr", "work_ptr", "entry_ptr", "words_ptr"  # names of the arrays of `BackwardPlan.walked`
 
 
 class BackwardLayout:
@@ -157,7 +157,7 @@ class BackwardLayout:
     def given(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        """`(dq, dk, dv)`, unwritten, and everything that the launches take at a call."""
+        """`(dq, dk, dv)`, uninitialised, and the arguments that the launches take at each call, by name."""
         q, k, v, out, lse, _ = saved
         dq, dk, dv = self.empty(q), self.empty(k), self.empty(v)
         if not self.as_they_are:

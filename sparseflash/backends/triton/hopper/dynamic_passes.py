@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.hopper.backward_pass import BackwardLayout
     from sparseflash.backends.triton.hopper.forward_pass import ForwardLayout
 
-Shape = tuple[int, int]
+Heads = tuple[int, int]  # B and Hq
 
 
 class DynamicForward:
-    """Computes out and lse. Holds the layout of a forward, and nothing of its mask."""
+    """Computes out and lse. Holds no tensor of a mask."""
 
-    def __init__(self, layout: ForwardLayout, programs: int, heads: Shape) -> None:
+    def __init__(self, layout: ForwardLayout, programs: int, heads: Heads) -> None:
         self._layout, self._programs, self._heads = layout, programs, heads
         self._tiling = Tiling(*layout.config.tile)
 
@@ -42,7 +42,7 @@ class DynamicForward:
 class DynamicBackward:
     """Computes the gradients of q, k and v."""
 
-    def __init__(self, layout: BackwardLayout, programs: int, heads: Shape, kv_heads: int) -> None:
+    def __init__(self, layout: BackwardLayout, programs: int, heads: Heads, kv_heads: int) -> None:
         self._layout, self._programs, self._heads, self._kv_heads = layout, programs, heads, kv_heads
         self._tiling = Tiling(*reversed(layout.tile))
 
@@ -68,7 +68,7 @@ class DynamicBackward:
 
 
 class WideDynamicBackward(DynamicBackward):
-    """For wide heads, or in tiles of 64: the last kernel computes dq, row by row."""
+    """The gradients for wide heads, or in tiles of 64: the last kernel computes dq, from the lists over rows."""
 
     def _finish(self, plan: BackwardPlan, mask: BlockMask, rows: Rows, given: Mapping[str, Any]) -> None:
         finish = self._layout.finish

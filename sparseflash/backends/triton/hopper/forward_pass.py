@@ -110,7 +110,7 @@ class ForwardLayout:
     def given(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
-        """`(out, lse)`, unwritten, and everything that the launches take at a call."""
+        """`(out, lse)`, uninitialised, and the arguments that the launches take at each call, by name."""
         out = torch.empty_like(q) if self.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(self.an_lse)
         if not self.as_they_are:

@@ -59,7 +59,8 @@ def cut_kernel(
     size_ptr,  # int32 [items]
     first_ptr,  # int32 [2, items + 1]: the first part of each item; the parts of all cut items before it
     part_size_ptr,  # int32 [most_items]: the size of every part; an item that is not cut is one part
-    merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [8]: parts, parts of cut items, cut items
+    merged_ptr,  # int32 [items, CUT_ITEM]
+    total_ptr,  # int32 [8]: parts, parts of cut items, cut items; the seventh and eighth: see `_write_order`
     order_ptr, ranked_ptr,  # int32 [2, room], [room]: see `_write_order`
     items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` to `shortest`: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
@@ -118,9 +119,10 @@ def _write_order(
     size_ptr, order_ptr, ranked_ptr, total_ptr, items, total, programs, room, least, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Writes the part of `plan.start_order` that needs no sorting: the number and the size of every item that stays in
-    order. Lists the others, the long ones and those of the last three rounds, in `ranked_ptr`, for `rank_items_kernel`.
+    order. Lists the others in `ranked_ptr`, for `rank_items_kernel`: the long items, then those of the last three
+    rounds. The last two numbers of `total_ptr` are how many items are long, and how many are listed.
 
-    total: of the entries of all items.
+    total: the number of entries of all items.
     """
     lane = tl.arange(0, AT_ONCE)
     long = tl.zeros([], tl.int32)
@@ -155,9 +157,11 @@ def rank_items_kernel(
     room,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the items of `ranked_ptr` into the order, the longest first, before and after those that stay in order.
+    """Writes the items of `ranked_ptr` into the order: the long items first, those of the last three rounds last, both
+    by decreasing size.
 
-    There are at most seven for a program, so the place of an item is the number of longer ones.
+    There are at most seven of these items for each program, four of them long. So each is compared with all others: its
+    place follows from the number of items that come before it.
     """
     items, long, ranked = tl.load(total_ptr), tl.load(total_ptr + 6), tl.load(total_ptr + 7)
     for first in range(tl.program_id(0) * LANES, ranked, tl.num_programs(0) * LANES):
@@ -205,7 +209,7 @@ def deal_kernel(
         # The longest first, the first among equals: 31 bits, as many as PADDED needs, and the number of the item.
         key = tl.where(here, ((_LARGEST - 1 - size) << SHIFT) | (lane << COUNT_BITS) | item, _NEVER)
         at += free
-        # Those of the next round arrive while this one is sorted.
+        # The items of the next round are loaded while those of this round are sorted.
         item = tl.load(order_ptr + at + lane, mask=at + lane < items, other=0).to(tl.int64)
         size = tl.load(order_ptr + room + at + lane, mask=at + lane < items, other=0).to(tl.int64)
         # Both are sorted in one call, which takes as long as sorting one. Free programs come first.

@@ -37,7 +37,7 @@ def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Workl
 
 
 def dynamic_work(lists: TileLists | fused.Listed, pattern: Tensor, q_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The items of the plan, int32 `[W, ITEM]`, and the arrays `index` and `tile` of the lists that they refer to.
+    """The items of the plan, int32 `[W, ITEM]`, and the arrays `index` and `tile` that the items refer to.
 
     A row without tiles has one dead tile, number -1.
     """

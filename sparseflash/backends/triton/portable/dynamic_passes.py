@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.backward_pass import BackwardLayout
     from sparseflash.backends.triton.portable.forward_pass import ForwardLayout
 
-Shape = tuple[int, int]
+Heads = tuple[int, int]  # B and Hq
 
 
 class DynamicForward:
     """Computes out and lse."""
 
-    def __init__(self, layout: ForwardLayout, kernel: Bound, heads: Shape) -> None:
-        # Parts of a forward: the forward itself would keep the work of one mask alive.
+    def __init__(self, layout: ForwardLayout, kernel: Bound, heads: Heads) -> None:
+        # Only parts of the forward, which as a whole would keep the work of its mask alive.
         self._layout, self._kernel, self._heads = layout, _Kernel(kernel), heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor, Rows]:
@@ -44,7 +44,7 @@ class DynamicForward:
 class DynamicBackward:
     """Computes the gradients of q, k and v."""
 
-    def __init__(self, layout: BackwardLayout, queries: Bound, keys: Bound, heads: Shape, kv_heads: int) -> None:
+    def __init__(self, layout: BackwardLayout, queries: Bound, keys: Bound, heads: Heads, kv_heads: int) -> None:
         self._layout, self._queries, self._keys = layout, _Kernel(queries), _Kernel(keys)
         self._heads, self._groups = heads, (heads[0], kv_heads, heads[1] // kv_heads)
 

@@ -138,6 +138,7 @@ def test_lists_longer_than_what_is_compared_at_a_time_and_empty_ones():
 def test_a_mask_without_a_live_tile_has_no_entries():
     made = assert_mask_is_planned_alike(BlockMask.from_layout(torch.zeros(3, 4, dtype=torch.bool), block=16), heads=2)
     assert len(made.entries) == 0 and len(made.work) == 4 and made.chains == 0
+    assert all(x.data_ptr() for x in made.walked())  # a kernel is given no array without an address
 
 
 @pytest.mark.parametrize("band", [1, 7, 16])
@@ -152,12 +153,15 @@ def test_tiles_with_more_additions_than_are_compared_at_a_time():
     assert len(made.entries) > 3 * 2 * AT_ONCE
 
 
-def test_more_items_than_are_sorted_by_one_program_at_a_time():
-    mask = masks.local(16 * 40, window=30, block=16)
-    for rule in (cuts.RULE, CUT):
+def test_more_items_than_one_program_reads_or_ranks_at_a_time():
+    layout = torch.rand(30, 50, generator=torch.Generator().manual_seed(0)) < 0.2
+    layout[:, 3::16] = True  # long items among those that one program reads at a time, and among the next ones
+    mask = BlockMask.from_layout(layout, block=16)
+    for rule in (cuts.RULE, CUT, cuts.NEVER):
         fused_plan._kernels.cache_clear()  # a launch has one _AT_ONCE, and one _RANKED
         with mock.patch.multiple(fused_plan, _AT_ONCE=32, _RANKED=2, _RANKING=3), mock.patch.object(cuts, "RULE", rule):
-            assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
+            # 39 items and more are ranked, each among 32 at a time.
+            assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=13)
     fused_plan._kernels.cache_clear()
 
 

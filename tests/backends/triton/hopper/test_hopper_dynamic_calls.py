@@ -1,15 +1,19 @@
 """Calls of the Hopper kernels with a new dynamic mask each time: no plan is made, and the bits are those of a plan."""
 
+import gc
 from unittest import mock
 
 import pytest
 import torch
 
 from sparseflash import BlockMask, attention
-from sparseflash.backends.triton import api, call_cache, prepared_call
+from sparseflash.attention import KERNELS
+from sparseflash.backends.triton import api, call_cache, dispatch, prepared_call
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.hopper import support
+from sparseflash.backends.triton.persistent.backward_plan import BackwardPlan
 from sparseflash.backends.triton.schedule import plan as planning
+from sparseflash.backends.triton.schedule.worklists import Worklist
 from tests.backends.triton.hopper.hopper_problems import interpreting
 
 FORMS = [(128, 64, 64), (128, 192, 128), (64, 64, 64), (64, 128, 128)]  # block, D and Dv
@@ -80,6 +84,61 @@ def test_a_mask_that_is_attended_again_is_planned_once(on_hopper):
     assert plans.call_count == 1
     for each in got:
         assert all(map(torch.equal, each, got[0]))
+
+
+def test_batch_elements_and_heads_have_their_own_patterns(on_hopper):
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 100, 64), (2, 2, 136, 64), (2, 2, 136, 64), (2, 4, 100, 64)  # of q, k, v and dout
+    given = [torch.randn(shape, generator=draw).bfloat16() for shape in shapes]
+
+    def mask(seed):
+        index = torch.rand(2, 2, 2, 3, generator=torch.Generator().manual_seed(seed)).topk(2).indices.int()
+        return BlockMask.from_block_index(index, block=64, q_len=100, k_len=136, causal=True, group=2)
+
+    for seed, needed in enumerate((1, 1, 0)):
+        with counting_plans() as plans:
+            got = differentiated(*given, mask(seed))
+        assert plans.call_count == needed
+        assert all(map(torch.equal, got, planned(*given, mask(seed))))
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_the_portable_kernels_may_serve_one_pass(on_hopper, monkeypatch, is_backward):
+    hopper, portable = dispatch.FAMILIES
+    hopper = hopper._replace(
+        refuses=lambda request: "not here" if request.backward == is_backward else None, yields=lambda request: None,
+        untested=lambda request: None,
+    )  # fmt: skip
+    monkeypatch.setattr(dispatch, "FAMILIES", (hopper, portable))
+    monkeypatch.setitem(KERNELS, "triton", "")  # on a CPU, backend=None would take no kernels at all
+    monkeypatch.setattr(prepared_call, "warn_if_slower", lambda request, decision: None)
+    given = [x.half() for x in tensors(200, 64, 64)]  # Triton's interpreter computes bf16 wrongly
+    for seed, needed in enumerate((1, 1, 0)):
+        with counting_plans() as plans:
+            got = differentiated(*given, chosen(seed, 200, 128), "triton")
+        assert plans.call_count == needed
+        assert all(map(torch.equal, got, planned(*given, chosen(seed, 200, 128), "triton")))
+
+
+def test_the_host_reads_nothing(on_hopper):
+    given = tensors(100, 64, 64)
+    for seed in range(2):
+        differentiated(*given, chosen(seed, 100, 128))
+    mask = chosen(2, 100, 128)
+    with mock.patch.object(torch.Tensor, "tolist", side_effect=AssertionError("the host would wait for the device")):
+        differentiated(*given, mask)
+
+
+@pytest.mark.parametrize("block", [64, 128])  # one backward in two kernels, one in one
+def test_no_work_is_kept(on_hopper, block):
+    def kept():
+        gc.collect()
+        return {id(x) for x in gc.get_objects() if isinstance(x, (planning.Plan, Worklist, BackwardPlan))}
+
+    before, given = kept(), tensors(100, 64, 64)
+    for seed in range(3):
+        differentiated(*given, chosen(seed, 100, block))
+    assert kept() <= before
 
 
 @pytest.mark.gpu

@@ -129,7 +129,6 @@ def test_the_kernel_that_plans_is_compiled_for_hopper_and_started_directly():
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.persistent.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.schedule.plan import plan_of
