@@ -54,7 +54,7 @@ class DynamicCall:
 
 def dynamic_call(
     forward: ForwardPass | None, setting: Setting, mask: BlockMask, scale: float, kernels: str
-) -> DynamicCall | None:  # fmt: skip
+) -> DynamicCall | None:
     """The call for other masks of this layout; None if each mask needs a plan."""
     if forward is None or not setting.plan.lists.fused or mask.words.data_ptr() % 16:
         return None

@@ -1,8 +1,10 @@
 """The plans of masks: what was prepared for them, and settings that let small problems run as long ones do."""
 
+from unittest import mock
+
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
-from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.backends.triton.schedule.plan import Plan, plan_of
 from sparseflash.blockmask.cache import mask_cache
 
 WAYS = {
@@ -16,6 +18,11 @@ WAYS = {
 def plan(mask, batch=1, heads=1, kv_heads=None):
     problem = Problem.of(mask._padded(None), scale=1.0)
     return plan_of(problem, (batch, heads), heads if kv_heads is None else kv_heads, (mask.q_len, mask.k_len))
+
+
+def counting_plans():
+    """Inside, `call_count` of what it gives is the number of plans made."""
+    return mock.patch.object(Plan, "__init__", autospec=True, side_effect=Plan.__init__)
 
 
 def plans_of(mask):

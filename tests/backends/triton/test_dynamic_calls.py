@@ -16,6 +16,7 @@ from sparseflash.backends.triton import call_cache, prepared_call
 from sparseflash.backends.triton.dynamic_call import DynamicCall
 from sparseflash.backends.triton.schedule import fused
 from sparseflash.backends.triton.schedule import plan as planning
+from tests.backends.triton.plans import counting_plans
 from tests.drawn.counts import examples_times
 from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
 
@@ -54,11 +55,6 @@ def planned(q, k, v, mask, **options):
         return run(q, k, v, mask, **options)
 
 
-def served():
-    """Counts the calls that need no plan."""
-    return mock.patch.object(planning.Plan, "__init__", autospec=True, side_effect=planning.Plan.__init__)
-
-
 def assert_equal(got, want):
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
 
@@ -71,7 +67,7 @@ def test_it_has_the_bits_of_a_plan(problem):
     want = run(q, k, v, problem.mask, scale=problem.scale)
     for _ in range(2):
         mask = dataclasses.replace(problem.mask, indices=problem.mask.indices.clone())
-        with served() as plans:
+        with counting_plans() as plans:
             assert_equal(run(q, k, v, mask, scale=problem.scale), want)
         needs_plan = mask.lengths is not None or (problem.scale is not None and problem.scale <= 0)
         assert plans.call_count == needs_plan
@@ -84,7 +80,7 @@ def of_keys(seed):
 
 def test_a_mask_of_a_known_layout_is_attended_with_its_own_bits():
     q, k, v = tensors()
-    with served() as plans:
+    with counting_plans() as plans:
         got = [run(q, k, v, of_keys(seed)) for seed in range(3)]
     assert plans.call_count == 1
     for seed, each in enumerate(got):
@@ -94,7 +90,7 @@ def test_a_mask_of_a_known_layout_is_attended_with_its_own_bits():
 def test_a_mask_that_is_attended_again_is_planned_for_later_calls():
     run(*tensors(), chosen(0))
     mask = chosen(1)
-    with served() as plans:
+    with counting_plans() as plans:
         got = [run(*tensors(seed), mask) for seed in range(4)]
         assert plans.call_count == 1
     for seed, each in enumerate(got):
@@ -113,7 +109,7 @@ def test_training_needs_no_plans_from_the_third_mask_on():
     q, k, v = tensors()
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).half()
     for seed, needed in enumerate((1, 1, 0, 0)):  # the second mask plans its backward, which is then known
-        with served() as plans:
+        with counting_plans() as plans:
             got = differentiated(q, k, v, chosen(seed), dout)
         assert plans.call_count == needed
         assert_equal(got, differentiated(q, k, v, chosen(seed), dout, call=planned))
@@ -133,7 +129,7 @@ def test_a_backward_of_sorted_columns_needs_a_plan(monkeypatch):
     monkeypatch.setattr(fused, "_MOST_ROWS", 1)
     q, k, v = tensors()
     for seed in range(3):
-        with served() as plans:
+        with counting_plans() as plans:
             differentiated(q, k, v, chosen(seed), q)
         assert plans.call_count == 1
 

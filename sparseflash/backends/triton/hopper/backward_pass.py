@@ -184,8 +184,6 @@ class Backward:
         self._bound = [kind.bind(setting.plan, setting.block) for kind in layout.changed.all]
         self._ready = [plan.ready]
         self._finish = self._bind_finish(setting)
-        batch, heads = setting.plan.pattern.shape
-        self._heads, self._kv_heads = (batch, heads), setting.plan.kv_heads
         walked = dict(zip(WALKED, plan.walked(), strict=True))
         self._main = [each.bind(plan.programs, **walked) for each in layout.main]
         self._combine: BoundLaunch | None = None
@@ -242,7 +240,7 @@ class Backward:
         return gradients, given["rows_ptr"]
 
     def dynamic(self) -> DynamicBackward | None:
-        return DynamicBackward(self.layout, self.plan.programs, self._heads, self._kv_heads)
+        return DynamicBackward(self.layout, self.plan.programs)
 
     def launches(self) -> list[BoundLaunch]:
         prepared = list(self.layout.changed.launches)

@@ -107,9 +107,7 @@ class ForwardLayout:
             examples = {**examples, "lengths_ptr": SOME_LENGTHS}
         return merge_launch(combine_rows_kernel, constants, by_name, examples, setting.plan.device)
 
-    def given(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+    def given(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """`(out, lse)`, uninitialised, and the arguments that the launches take at each call, by name."""
         out = torch.empty_like(q) if self.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(self.an_lse)
@@ -125,9 +123,8 @@ class ForwardLayout:
 class Forward:
     """Computes out and lse."""
 
-    def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int, heads: tuple[int, int]) -> None:
-        """heads: `(B, Hq)`."""
-        self.layout, self.plan, self._heads = layout, plan, heads
+    def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int) -> None:
+        self.layout, self.plan = layout, plan
         self._launch = layout.launch.bind(
             min(programs, -(-len(plan.work) // layout.config.streams)), work_ptr=plan.work, index_ptr=plan.index,
             tile_ptr=plan.tile, words_ptr=plan.words,
@@ -155,7 +152,7 @@ class Forward:
         return out, lse, None
 
     def dynamic(self) -> DynamicForward | None:
-        return DynamicForward(self.layout, self._launch.programs, self._heads)
+        return DynamicForward(self.layout, self._launch.programs)
 
     def launches(self) -> list[BoundLaunch]:
         return [*self.layout.changed.launches, *self._kernels.launches]

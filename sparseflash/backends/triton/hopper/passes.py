@@ -34,8 +34,7 @@ def forward(
     if layout is None:
         made = ForwardLayout(setting, config, q, k, v, scale, size[0], merges=size[1], changes=changes)
         layout = _layouts.put(("forward", key, size), made)
-    batch, heads = setting.plan.pattern.shape
-    return Forward(layout, work, programs, (batch, heads))
+    return Forward(layout, work, programs)
 
 
 def backward(

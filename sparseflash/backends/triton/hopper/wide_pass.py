@@ -165,7 +165,7 @@ class WideBackward(Backward):
         )
 
     def dynamic(self) -> DynamicBackward | None:
-        return WideDynamicBackward(self.layout, self.plan.programs, self._heads, self._kv_heads)
+        return WideDynamicBackward(self.layout, self.plan.programs)
 
     def choices(self) -> list[KernelChoice]:
         self.rows.ready.wait()

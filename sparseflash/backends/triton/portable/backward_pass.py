@@ -97,8 +97,6 @@ class Backward:
 
     def __init__(self, layout: BackwardLayout, plan: Plan) -> None:
         self.layout = layout
-        batch, heads = plan.pattern.shape
-        self._heads, self._kv_heads = (batch, heads), plan.kv_heads
         self.means = None if layout.means is None else layout.means.bind(plan)
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
         self._planned = [] if layout.changed is None else [kind.planned(plan) for kind in layout.changed.all]
@@ -125,9 +123,7 @@ class Backward:
         return gradients
 
     def dynamic(self) -> DynamicBackward | None:
-        if self.kernels is None:
-            return None
-        return DynamicBackward(self.layout, self.queries, self.keys, self._heads, self._kv_heads)
+        return None if self.kernels is None else DynamicBackward(self.layout, self.queries, self.keys)
 
     def with_learned(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,

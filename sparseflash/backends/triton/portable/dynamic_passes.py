@@ -18,25 +18,23 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.backward_pass import BackwardLayout
     from sparseflash.backends.triton.portable.forward_pass import ForwardLayout
 
-Heads = tuple[int, int]  # B and Hq
-
 
 class DynamicForward:
     """Computes out and lse."""
 
-    def __init__(self, layout: ForwardLayout, kernel: Bound, heads: Heads) -> None:
+    def __init__(self, layout: ForwardLayout, kernel: Bound) -> None:
         # Only parts of the forward, which as a whole would keep the work of its mask alive.
-        self._layout, self._kernel, self._heads = layout, _Kernel(kernel), heads
+        self._layout, self._kernel = layout, _Kernel(kernel)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor, Rows]:
-        layout, kernel = self._layout, self._kernel
+        layout, kernel, heads = self._layout, self._kernel, q.shape[:2]
         lists = fused.listed(mask.indptr, mask.indices, mask.tile, kernel.tiling)
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(layout.an_lse)
         if not layout.as_they_are:
             q, k, v = layout.operands(q, k, v)
         given = {"q": q, "k": k, "v": v, "out_ptr": out, "lse_ptr": lse}
-        work = kernel.work_of(lists, mask.pattern.expand(self._heads), (*self._heads, 1), mask.q_len)
+        work = kernel.work_of(lists, mask.pattern.expand(heads), (heads[0], heads[1], 1), mask.q_len)
         kernel.start(work, lists, mask, given)
         return out, lse, Rows(lists, work, kernel.tile)
 
@@ -44,18 +42,19 @@ class DynamicForward:
 class DynamicBackward:
     """Computes the gradients of q, k and v."""
 
-    def __init__(self, layout: BackwardLayout, queries: Bound, keys: Bound, heads: Heads, kv_heads: int) -> None:
+    def __init__(self, layout: BackwardLayout, queries: Bound, keys: Bound) -> None:
         self._layout, self._queries, self._keys = layout, _Kernel(queries), _Kernel(keys)
-        self._heads, self._groups = heads, (heads[0], kv_heads, heads[1] // kv_heads)
 
     def __call__(self, dout: Tensor, saved: Saved, mask: BlockMask, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         gradients, _, given = self._layout.given(dout, None, saved)
         columns = fused.columns_listed(mask.indptr, mask.indices, mask.tile, mask.blocks, self._keys.tiling)
-        pattern, work = mask.pattern.expand(self._heads), rows.work
+        (batch, heads), kv_heads = saved.q.shape[:2], saved.k.shape[1]
+        pattern, work = mask.pattern.expand(batch, heads), rows.work
         if work is None or rows.tile != self._queries.tile:
-            work = self._queries.work_of(rows.lists, pattern, (*self._heads, 1), mask.q_len)
+            work = self._queries.work_of(rows.lists, pattern, (batch, heads, 1), mask.q_len)
         self._queries.start(work, rows.lists, mask, given)
-        self._keys.start(self._keys.work_of(columns, pattern, self._groups, mask.k_len), columns, mask, given)
+        groups = batch, kv_heads, heads // kv_heads
+        self._keys.start(self._keys.work_of(columns, pattern, groups, mask.k_len), columns, mask, given)
         return gradients
 
 

@@ -50,8 +50,6 @@ class Forward:
 
     def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
         self.layout = layout
-        batch, heads = plan.pattern.shape
-        self._heads = batch, heads
         self.kernel: Bound = layout.kernel.bind(plan)
         self._combine = combine_rows(self.kernel, layout.kernel, layout.written, layout.sink)
         self.is_plain = (
@@ -83,7 +81,7 @@ class Forward:
         return out, lse, kept
 
     def dynamic(self) -> DynamicForward | None:
-        return DynamicForward(self.layout, self.kernel, self._heads) if self.is_plain else None
+        return DynamicForward(self.layout, self.kernel) if self.is_plain else None
 
     def launches(self) -> list[BoundLaunch]:
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]

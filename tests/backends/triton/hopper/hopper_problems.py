@@ -88,9 +88,7 @@ def interpreting(
     assert counter.item() == 0, "the next launch would not begin with the first item"
 
 
-def interpreted(
-    mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, changes=None, **how
-):  # fmt: skip
+def interpreted(mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, changes=None, **how):
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
     lengths: int32 `[2, B]`, if not the mask's. edits: see `Interpreted`. backward: changes of its configuration.

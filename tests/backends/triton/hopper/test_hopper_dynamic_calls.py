@@ -15,6 +15,7 @@ from sparseflash.backends.triton.persistent.backward_plan import BackwardPlan
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from tests.backends.triton.hopper.hopper_problems import interpreting
+from tests.backends.triton.plans import counting_plans
 
 FORMS = [(128, 64, 64), (128, 192, 128), (64, 64, 64), (64, 128, 128)]  # block, D and Dv
 
@@ -54,10 +55,6 @@ def differentiated(q, k, v, dout, mask, backend="hopper"):
 def planned(*given):
     with mock.patch.object(call_cache, "place_of", return_value=None):
         return differentiated(*given)
-
-
-def counting_plans():
-    return mock.patch.object(planning.Plan, "__init__", autospec=True, side_effect=planning.Plan.__init__)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
