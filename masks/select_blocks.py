@@ -182,6 +182,8 @@ def _lists(
 
 def _forced_blocks(block: Tensor, first: Tensor, last: Tensor, of: Columns, bounds: Tensor | None) -> Tensor:
     tokens = of.span * of.column_tokens
+    if bounds is not None:  # a query at the end of a cache is counted from its last key
+        first, last = (torch.minimum(x, bounds[1] - 1) for x in (first, last))
     own_first, own_last = (torch.div(x, tokens, rounding_mode="floor") for x in (first, last))
     near = (block > own_first - of.near) & (block < own_last + (1 if of.causal else of.near)) & (of.near > 0)
     open_ = (block * tokens <= last) if of.causal else torch.ones_like(near)

@@ -98,7 +98,10 @@ def block_scores_kernel(
         stop = tl.load(bounds_ptr + rows + row, mask=row < rows, other=0)
     block = col_tile * CANDIDATES
     found = tl.full([LISTS, CANDIDATES], float("-inf"), tl.float32)
-    for part in range(0, PARTS):
+    parts = PARTS
+    if DOCUMENTS:  # past the documents there is nothing to score
+        parts = tl.where(block * SPAN * column_tokens < tl.max(stop, 0), PARTS, 0)
+    for part in range(0, parts):
         of_part = scores_of_blocks(
             q, k_ptr, row, first, last, position, begin, stop, block * SPAN + part * BLOCK_N, block, rows, cols, blocks,
             sinks, near, column_tokens, factor, k_stride_n,

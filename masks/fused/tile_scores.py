@@ -58,6 +58,9 @@ def scores_of_blocks(
 
     tokens = SPAN * column_tokens
     block = block_start + tl.arange(0, CANDIDATES)[None, :]
+    if DOCUMENTS:  # a query at the end of a cache is counted from its last key
+        until = tl.max(stop.reshape(LISTS, ROWS), 1)
+        first, last = tl.minimum(first, until - 1), tl.minimum(last, until - 1)
     own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
     near_end = tl.where(near > 0, own_last + (1 if CAUSAL else near), own_first - near)  # empty without `near`
     close = (block > own_first[:, None] - near) & (block < near_end[:, None])
@@ -68,7 +71,7 @@ def scores_of_blocks(
     if DOCUMENTS:
         of_list = tl.max(begin.reshape(LISTS, ROWS), 1)[:, None]
         is_open = is_open & (block * tokens >= of_list)
-        is_open = is_open & (block * tokens < tl.max(stop.reshape(LISTS, ROWS), 1)[:, None])
+        is_open = is_open & (block * tokens < until[:, None])
         origin = of_list // tokens
     forced = ((block < origin + sinks) | close) & is_open
     return tl.where(forced, float("inf"), found)

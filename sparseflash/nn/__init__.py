@@ -11,15 +11,18 @@ torch.Size([2, 256, 64])
 | `SparseSelfAttention` | new models: `x -> out`, with grouped heads, rotary positions and a cache for generation |
 | `SparseCrossAttention` | queries from one sequence, keys and values from another |
 | `MultiheadAttention` | in place of `torch.nn.MultiheadAttention`, with its arguments and its `state_dict` |
+| `GraphedStep` | generation without waiting for the host: a step with caches as a CUDA graph |
 | `Rotary`, `Rotary2D` | positions in a sequence, or in an image |
 """
 
 from sparseflash.nn.cross_attention import SparseCrossAttention
+from sparseflash.nn.graphed_step import GraphedStep
 from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.multihead import MultiheadAttention
 from sparseflash.nn.rotary import Rotary, Rotary2D, rotate
 from sparseflash.nn.self_attention import SparseSelfAttention
 
 __all__ = [
-    "KVCache", "MultiheadAttention", "Rotary", "Rotary2D", "SparseCrossAttention", "SparseSelfAttention", "rotate",
+    "GraphedStep", "KVCache", "MultiheadAttention", "Rotary", "Rotary2D", "SparseCrossAttention", "SparseSelfAttention",
+    "rotate",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.arguments import check_at_least_one, checked_device, dense_tensor, integer
+from sparseflash.blockmask.streams import is_capturing
 from sparseflash.validation import check_dtype
 
 
@@ -18,7 +19,8 @@ class KVCache:
     (7, [7, 7])
 
     `SparseSelfAttention.new_cache` makes a cache that fits the layer. `k` and `v` are `[B, Hkv, capacity, D]`; tokens
-    past `length` are not read. `lengths`, int32 `[B]` on the device, is written in place.
+    past `length` are not read. `lengths`, int32 `[B]` on the device, is written in place: where one token comes after
+    another, its place is read from there, so `GraphedStep` can replay the step.
     """
 
     def __init__(
@@ -47,8 +49,7 @@ class KVCache:
         for name, x in (("k", k), ("v", v)):
             if dense_tensor(x, name).dtype != self.k.dtype:
                 raise TypeError(f"{name} must have the cache's dtype {self.k.dtype}; got {x.dtype}. Cast it first.")
-            if x.device != self.k.device:
-                raise ValueError(f"{name} must be on the cache's device {self.k.device}; it is on {x.device}.")
+            check_device(self, x, name)
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "k and v must not require gradients: a cache is for inference, and would keep all that they were "
@@ -62,16 +63,12 @@ class KVCache:
                 f"k and v must have shape {' and '.join(shapes)} to be added to this cache; got {list(k.shape)} and "
                 f"{list(v.shape)}."
             )
-        stop = self.length + k.shape[2]
-        if stop > self.capacity:
-            raise ValueError(
-                f"capacity must be at least {stop} tokens for {k.shape[2]} more; the cache has room for "
-                f"{self.capacity}."
-            )
-        self.k[:, :, self.length : stop] = k
-        self.v[:, :, self.length : stop] = v
-        self.length = stop
-        self.lengths.fill_(stop)
+        check_room(self, k.shape[2])
+        places = next_places(self, k.shape[2])
+        self.k.index_copy_(2, places, k)
+        self.v.index_copy_(2, places, v)
+        self.length += k.shape[2]
+        self.lengths.add_(k.shape[2])
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens after the first `length`, such as drafts that were not accepted.
@@ -95,3 +92,32 @@ class KVCache:
     def clear(self) -> None:
         """Forgets all tokens."""
         self.truncate(0)
+
+
+def next_places(cache: KVCache, tokens: int) -> Tensor:
+    """The places of the next tokens, int64 `[tokens]`: read on the device, where a CUDA graph finds them anew."""
+    return torch.arange(tokens, device=cache.lengths.device) + cache.lengths[:1]
+
+
+def length_on_host(cache: KVCache) -> int:
+    """The tokens so far, for a call that a CUDA graph cannot replay, because its launches depend on their number."""
+    if is_capturing(cache.lengths.device):
+        raise ValueError(
+            "a CUDA graph can record a call with a cache only for few new tokens, one for the layers of selection, and "
+            "with a backend that decodes, as by default. Add the prompt before, without a graph."
+        )
+    return cache.length
+
+
+def check_device(cache: KVCache, x: Tensor, name: str = "x") -> None:
+    """Raises ValueError unless x is on the cache's device."""
+    if x.device != cache.k.device:
+        raise ValueError(f"{name} must be on the cache's device {cache.k.device}; it is on {x.device}.")
+
+
+def check_room(cache: KVCache, tokens: int) -> None:
+    """Raises ValueError unless the cache has room for so many more tokens."""
+    if (stop := cache.length + tokens) > cache.capacity:
+        raise ValueError(
+            f"capacity must be at least {stop} tokens for {tokens} more; the cache has room for {cache.capacity}."
+        )

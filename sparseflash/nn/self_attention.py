@@ -13,7 +13,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, checked_device, flag
 from sparseflash.decode import FEW, attention_with_cache
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, padded, plain_weight
-from sparseflash.nn.kv_cache import KVCache
+from sparseflash.nn.kv_cache import KVCache, check_device, length_on_host, next_places
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
 from sparseflash.nn.rotary import Rotary, Rotary2D, rotate
@@ -151,11 +151,13 @@ class SparseSelfAttention(Heads):
         check_features(x, "x", self.embed_dim)
         if not (cache is None or isinstance(cache, KVCache)):
             raise TypeError(f"cache must be a KVCache, as layer.new_cache makes it; got {type(cache).__name__}.")
+        if cache is not None:
+            check_device(cache, x)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
         if self.rotary is not None:
             if positions is None:
-                start = 0 if cache is None else cache.length
-                positions = torch.arange(start, start + x.shape[1], device=x.device)
+                tokens = x.shape[1]
+                positions = torch.arange(tokens, device=x.device) if cache is None else next_places(cache, tokens)
             elif isinstance(positions, Tensor) and positions.device != x.device:
                 raise ValueError(f"positions must be on x's device {x.device}; they are on {positions.device}.")
             rotation = self.rotary(positions)
@@ -189,7 +191,7 @@ class SparseSelfAttention(Heads):
         start = cache.length
         try:
             cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
-            mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask, scores).to(q.dtype)
+            mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, mask, scores).to(q.dtype)
             out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         except BaseException:
             cache.truncate(start)  # otherwise the tokens would be there twice when the call is made again
@@ -197,9 +199,9 @@ class SparseSelfAttention(Heads):
         return out
 
     def _attend_to_cache(
-        self, q: Tensor, cache: KVCache, start: int, mask: BlockMask, scores: Scores | Change | None
+        self, q: Tensor, cache: KVCache, mask: BlockMask, scores: Scores | Change | None
     ) -> Tensor:  # fmt: skip
-        """Attention of the queries [B, Hq, N, D] of the tokens of a cache from `start` on."""
+        """Attention of the queries [B, Hq, N, D] of the last tokens of a cache."""
         if q.shape[2] == 0:
             return q
         backend = self.backend
@@ -207,8 +209,8 @@ class SparseSelfAttention(Heads):
             return attention_with_cache(
                 q, cache.k, cache.v, cache.lengths, mask=mask, scores=scores, scale=self.scale, backend=backend
             )
-        stop = cache.length
+        stop = length_on_host(cache)
         return attention(
-            q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(start, stop), k=(0, stop)),
+            q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(stop - q.shape[2], stop), k=(0, stop)),
             scale=self.scale, scores=scores, backend=backend,
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention, in_one_dtype
@@ -14,6 +13,7 @@ from sparseflash.decode import attention_to_pages, attention_with_cache
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.chosen_keys import selected_keys
 from sparseflash.selected_tokens import token_attention
+from sparseflash.selection.cache import ended_of
 from sparseflash.selection.choice import tokens_of
 from sparseflash.selection.frame import Frame
 from sparseflash.selection.runs import near_keys, past_blocks
@@ -98,9 +98,8 @@ def over_past(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention to the compressed keys of all blocks of a query's document that have ended, and its lse."""
     if frame.lengths is not None:
-        ended = torch.full_like(frame.lengths, blocks)
         found: tuple[Tensor, Tensor] = attention_with_cache(
-            q, k, v, ended, scale=how.scale, return_lse=True, backend=how.decoder
+            q, k, v, ended_of(frame.lengths, span, step), scale=how.scale, return_lse=True, backend=how.decoder
         )
         return found
     mask = past_blocks(frame, blocks, span, step) if blocks else None

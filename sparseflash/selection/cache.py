@@ -35,11 +35,10 @@ class SelectionCache(KVCache):
     def _values(self) -> Tensor:
         return self.k.new_zeros(*self.k.shape[:3], self._value_dim)
 
-    def write(self, name: str, start: int, x: Tensor) -> Tensor:
-        """Puts rows `x [B, H, n, F]` from `start` on, and returns the whole tensor."""
+    def write(self, name: str, places: Tensor, x: Tensor) -> Tensor:
+        """Puts rows `x [B, H, n, F]` at these places, int64 `[n]`, and returns the whole tensor."""
         whole = self.more[name]
-        whole[:, :, start : start + x.shape[2]] = x
-        return whole
+        return whole.index_copy_(2, places, x.to(whole.dtype))
 
 
 def check_cache(cache: object, training: bool) -> None:
@@ -58,6 +57,11 @@ def ended(tokens: int, span: int, step: int) -> int:
     return max(0, (tokens - span) // step + 1)
 
 
+def ended_of(tokens: Tensor, span: int, step: int) -> Tensor:
+    """`ended` on the device."""
+    return (tokens + (step - span)).div(step, rounding_mode="floor").clamp(min=0)
+
+
 def of_blocks(
     summary: Callable[[Tensor, Tensor], Tensor], x: Tensor, frame: Frame, cache: SelectionCache | None, name: str, *,
     span: int, step: int,
@@ -68,14 +72,30 @@ def of_blocks(
         returns their rows `[B, H, n, F]`.
     x: `[B, H, Nk, D]`, of all keys, the cached ones included.
     """
+    if cache is not None and frame.place is not None:
+        return _with_last_block(summary, x, frame.place, cache, name, span, step)
     start = 0 if cache is None else ended(frame.start, span, step)
     stop = ended(frame.k_len, span, step)
-    if cache is not None and stop == start:
-        return cache.more[name]  # as after most tokens
     firsts = torch.arange(start, stop, device=frame.device) * step
     if stop > start:
         blocks = x[:, :, start * step : (stop - 1) * step + span].unfold(2, span, step).transpose(3, 4)
     else:
         blocks = x[:, :, :0, None].expand(-1, -1, -1, span, -1)
     rows = summary(blocks, firsts)
-    return rows if cache is None else cache.write(name, start, rows)
+    return rows if cache is None else cache.write(name, firsts // step, rows)
+
+
+def _with_last_block(
+    summary: Callable[[Tensor, Tensor], Tensor], x: Tensor, place: Tensor, cache: SelectionCache, name: str, span: int,
+    step: int,
+) -> Tensor:  # fmt: skip
+    """The row of the last complete block is computed at every token, because a CUDA graph has no branches.
+
+    Before the first block is complete it is that of block 0, which is not read.
+    """
+    if cache.more[name].shape[2] == 0:
+        return cache.more[name]
+    row = (place + (1 - span)).div(step, rounding_mode="floor").clamp(min=0)
+    first = row * step
+    block = x.index_select(2, first + torch.arange(span, device=x.device)).unsqueeze(2)
+    return cache.write(name, row, summary(block, first))

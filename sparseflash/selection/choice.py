@@ -35,8 +35,7 @@ def candidates_of(frame: Frame, span: int, *, step: int | None = None, whole: bo
     """
     step = span if step is None else step
     beyond = step + 1 - span if whole else step
-    ends = torch.arange(frame.start + beyond, frame.k_len + beyond, device=frame.device)
-    stops = ends.div(step, rounding_mode="floor").clamp(min=0).to(torch.int32)
+    stops = (frame.new_places + beyond).div(step, rounding_mode="floor").clamp(min=0).to(torch.int32)
     begins = torch.zeros_like(stops) if frame.packing is None else (frame.packing.firsts // step).to(torch.int32)
     return Candidates(begins, stops)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.running_sums import running_sums
+from sparseflash.nn.kv_cache import KVCache, next_places
 from sparseflash.selection.context import Context
 
 
@@ -57,8 +58,7 @@ class Frame(NamedTuple):
     """Query i is at place `start + i` of the `start + q_len` keys.
 
     packing: of packed documents, which have no cache. context: of a sequence on several ranks; the keys are also those
-    of the ranks before. lengths: int32 `[B]` on the device, if one token follows a cache: then keys and values are the
-    whole cache, with room past them.
+    of the ranks before. lengths: int32 `[B]`, the keys of each sequence, if one token follows a cache: see `after`.
     """
 
     start: int
@@ -67,6 +67,18 @@ class Frame(NamedTuple):
     packing: Packing | None = None
     lengths: Tensor | None = None
     context: Context | None = None
+    place: Tensor | None = None
+
+    @classmethod
+    def after(cls, cache: KVCache) -> Frame:
+        """One token after those in the cache: keys are the whole cache, with room past the token.
+
+        `lengths` and `place`, int64 `[1]`, are read on the device, and nothing from the host, so that a CUDA graph
+        replays the step. All sequences are equally long.
+        """
+        return cls(
+            cache.capacity - 1, 1, cache.lengths.device, lengths=cache.lengths + 1, place=next_places(cache, 1)
+        )  # fmt: skip
 
     @property
     def k_len(self) -> int:
@@ -86,12 +98,22 @@ class Frame(NamedTuple):
 
     @property
     def bounds(self) -> Tensor | None:
-        """Where the document of each query begins and its room ends, int32 `[2, Nq]`; None without documents."""
+        """Where the document of each query begins and its room ends, int32 `[2, Nq]`; None without documents.
+
+        After a cache it ends with the last token.
+        """
+        if self.lengths is not None:
+            return torch.nn.functional.pad(self.lengths[:1], (1, 0)).unsqueeze(1)
         return None if self.packing is None else self.packing.bounds
+
+    @property
+    def new_places(self) -> Tensor:
+        """The places of the queries, int64 `[Nq]`."""
+        return torch.arange(self.start, self.k_len, device=self.device) if self.place is None else self.place
 
     def places(self, rows: Tensor | slice) -> Tensor:
         """The places of these queries, int64 `[rows, 1]`."""
-        return torch.arange(self.start, self.k_len, device=self.device)[rows].unsqueeze(1)
+        return self.new_places[rows].unsqueeze(1)
 
     def firsts(self, rows: Tensor | slice) -> Tensor:
         """The first place of the document of each of these queries, int64 `[rows, 1]`."""

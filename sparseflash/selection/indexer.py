@@ -64,8 +64,7 @@ class IndexedLayer(SelectionLayer):
         """The rotation of the indexer's queries or keys at these places; by default, of the new tokens."""
         if self.index_rotary is None:
             return None
-        places = torch.arange(frame.start, frame.k_len, device=frame.device) if places is None else places
-        found: Rotation = self.index_rotary(frame.positions(places))
+        found: Rotation = self.index_rotary(frame.positions(frame.new_places if places is None else places))
         return found
 
     def index_queries(self, x: Tensor, rotation: Rotation | None, norm: nn.RMSNorm | None = None) -> Tensor:
@@ -79,7 +78,7 @@ class IndexedLayer(SelectionLayer):
     ) -> Tensor:  # fmt: skip
         """The indexer's keys `[B, 1, Nk, d]`, rotated: those of x behind those of earlier tokens, which are kept."""
         k = frame.joined(rotated(normalised(self.index_k(x.detach()), norm).unsqueeze(1), rotation))
-        return k if cache is None else cache.write("index_k", frame.start, k)[:, :, : frame.k_len]
+        return k if cache is None else cache.write("index_k", frame.new_places, k)[:, :, : frame.k_len]
 
     @property
     def teaches(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one, checked_device, flag
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, plain_weight
+from sparseflash.nn.kv_cache import check_device, length_on_host
 from sparseflash.nn.rotary import Rotary, Rotation, rotate
 from sparseflash.remedies import refuse, without_others
 from sparseflash.selection.attending import How
@@ -137,12 +138,16 @@ class SelectionLayer(Heads):
             x = packing.spread(x)
         if cache is not None:
             check_cache(cache, self.training)
+            check_device(cache, x)
         if x.shape[1] == 0 or (x.shape[0] == 0 and cache is None):
             mixed = of_nothing(self, x, self.out.in_features)
         else:
-            lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
-            start = cache.length if cache is not None else 0 if context is None else context.start
-            mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths, context), cache)
+            if cache is not None and x.shape[1] == 1 and self.how.decodes:
+                frame = Frame.after(cache)
+            else:
+                start = length_on_host(cache) if cache is not None else 0 if context is None else context.start
+                frame = Frame(start, x.shape[1], x.device, packing, context=context)
+            mixed = self._mixed(x, frame, cache)
         out: Tensor = self.out(mixed if packing is None else packing.collect(mixed))
         return out
 
@@ -160,7 +165,7 @@ class SelectionLayer(Heads):
         v = values.unflatten(-1, (pairs, self.value_dim)).transpose(1, 2)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
-        rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))
+        rotation = self.rotation(frame, frame.new_places)
         if rotation is not None:
             q = rotate(q, rotation)
             rotated = rotate(k[:, self.unrotated :], rotation)
@@ -175,12 +180,12 @@ class SelectionLayer(Heads):
         q, k, v = self.project(x, frame)
         if cache is None:
             return self.merged(self.mix(x, q, frame.joined(k), frame.joined(v), frame, None))
+        length, room = cache.length, slice(frame.k_len)
         try:
             cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
-            room = slice(None) if frame.lengths is not None else slice(frame.k_len)
             mixed = self.mix(x, q.to(cache.k.dtype), cache.k[:, :, room], cache.v[:, :, room], frame, cache)
         except BaseException:
-            cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
+            cache.truncate(length)  # otherwise the tokens would be there twice when the call is made again
             raise
         return self.merged(mixed.to(q.dtype))
 

@@ -77,7 +77,7 @@ class SpanSelection(IndexedLayer):
         index_q = self.index_queries(x, self.index_rotation(frame), self.index_norm_q)
         index_k = frame.joined(self.index_k(x.detach()).unsqueeze(1))
         if cache is not None:
-            index_k = cache.write("index_k", frame.start, index_k)
+            index_k = cache.write("index_k", frame.new_places, index_k)
         spans = of_blocks(
             lambda y, places: rotated(normalised(y.mean(3), self.index_norm_k), self.index_rotation(frame, places)),
             index_k, frame, cache, "spans", span=self.span, step=self.span,

@@ -97,7 +97,7 @@ class TokenSelection(IndexedLayer):
     def project(self, x: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
         if self._sizes is None:
             return super().project(x, frame)
-        q, k = self.latent(x, self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device)))
+        q, k = self.latent(x, self.rotation(frame, frame.new_places))
         return q, k, k[..., :0]
 
     def merged(self, mixed: Tensor) -> Tensor:

@@ -153,6 +153,31 @@ def test_few_queries_of_many_keys_have_the_lists_of_one_walk(
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
+@few
+@given(
+    WAYS, st.integers(1, 150), st.integers(0, 150), st.sampled_from([(1, 16), (1, 128), (1, 1), (16, 1), (64, 1)]),
+    st.sampled_from([4, 9]), st.integers(0, 1), st.booleans(), SEEDS,
+)  # fmt: skip
+@example("kernels", 17, 150, (16, 1), 4, 0, True, 0)
+@example("kernels", 17, 150, (16, 1), 4, 0, False, 0)
+@example("operations", 17, 150, (1, 16), 4, 1, False, 0)
+def test_a_query_at_the_end_of_a_cache_does_not_choose_the_room_behind_it(
+    way, tokens, room, sizes, top_k, sinks, shares, seed
+):
+    g, (span, column_tokens) = generator(seed), sizes
+    columns, filled = -(-(tokens + room) // column_tokens), -(-tokens // column_tokens)
+    q, k = (torch.randint(-2, 3, (2, h, n, 16), generator=g).half() for h, n in ((4, 1), (2, columns)))
+    k[:, :, filled:] = torch.nan
+    of = Columns(1, 1, span, column_tokens, 1, tokens, True, sinks, 1)
+    bounds = torch.tensor([[0], [tokens]], dtype=torch.int32)
+    select = importlib.import_module("sparseflash.masks.fused.select")
+    with by(way), mock.patch.object(select, "_MANY_COLUMNS", 1 if shares else 2048):
+        want = lists_of(q, k[:, :, :filled], of, top_k, 1.0, in_order=False)
+        got = lists_of(q, k, of._replace(k_len=tokens + room), top_k, 1.0, bounds, in_order=False)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
 @pytest.mark.parametrize("way", ["operations", "kernels"])
 def test_minus_infinity_and_nan_are_never_chosen(way):
     q, k = torch.ones(1, 1, 3, 8), torch.ones(1, 1, 64, 8)

@@ -261,6 +261,27 @@ MUTATIONS = [
         "tests/selection/test_selection_context.py::test_a_latent_key_travels_as_one",
     ),
     Mutation(
+        "after a cache: the query's own block is the last one of the room",
+        "masks/select_blocks.py",
+        "first, last = (torch.minimum(x, bounds[1] - 1) for x in (first, last))",
+        "pass",
+        "tests/masks/test_masks_select_blocks.py::test_a_query_at_the_end_of_a_cache_does_not_choose_the_room_behind_it",
+    ),
+    Mutation(
+        "after a cache: blocks are compressed one token late",
+        "sparseflash/selection/cache.py",
+        "row = (place + (1 - span))",
+        "row = (place - span)",
+        "tests/selection/test_selection_exact.py::test_every_token_of_a_long_generation_is_right",
+    ),
+    Mutation(
+        "graphed step: replays are not counted",
+        "sparseflash/nn/graphed_step.py",
+        "cache.length += added",
+        "pass",
+        "tests/nn/test_nn_graphed_step.py::test_a_replayed_step_is_the_step_and_counts_its_tokens",
+    ),
+    Mutation(
         "varlen: running sums are read once, whatever is written",
         "sparseflash/blockmask/running_sums.py",
         " and found[1] == values._version:",

@@ -181,6 +181,21 @@ def test_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind, sums):
     torch.testing.assert_close(*outs)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_after_a_cache_a_layer_chooses_by_kernels_what_it_chooses_by_operations(kind):
+    layer, x = example_of(kind).float().eval(), sequence(100, 1, batch=2).float()
+    outs = []
+    for way in ("operations", "kernels"):
+        cache = layer.new_cache(2, 130)
+        layer(x[:, :97], cache=cache)
+        with by(way), mock.patch.object(Launch, "start", autospec=True, side_effect=Launch.start) as start:
+            outs.append(torch.cat([layer(part, cache=cache) for part in x[:, 97:].split(1, 1)], 1))
+        assert start.called == (way == "kernels")
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(outs[0], layer(x)[:, 97:], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [None, 0.01])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -12,7 +12,7 @@ from experiments.lm.model.chosen import Choosing
 from experiments.lm.model.transformer import LanguageModel, product
 from sparseflash import masks
 from sparseflash.decode import attention_with_cache
-from sparseflash.nn.kv_cache import KVCache
+from sparseflash.nn.kv_cache import KVCache, length_on_host
 from sparseflash.selection.frame import Frame
 
 
@@ -45,13 +45,12 @@ class RememberedChoosing(Choosing):
         self.cache = self.layer.new_cache(batch, capacity, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        start, tokens, pairs = self.cache.length, x.shape[1], self.layer.pairs
+        tokens, pairs = x.shape[1], self.layer.pairs
         if pairs > 1:
             k, v = k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1)
+        frame = Frame.after(self.cache) if tokens == 1 else Frame(length_on_host(self.cache), tokens, x.device)
         self.cache.append(k, v)
-        lengths = self.cache.lengths if tokens == 1 else None
-        frame = Frame(start, tokens, x.device, lengths=lengths)
-        room = slice(None) if tokens == 1 else slice(frame.k_len)
+        room = slice(frame.k_len)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
             mixed = self.layer.mix(x, q, self.cache.k[:, :, room], self.cache.v[:, :, room], frame, self.cache)
         return mixed.to(x.dtype)
@@ -105,5 +104,5 @@ def put_row(whole: Sequence[Layer], row: int, one: Sequence[Layer]) -> None:
 
 def next_scores(model: LanguageModel, ids: Tensor, attentions: Sequence[Layer]) -> Tensor:
     """Scores [B, V] after ids [B, N], the tokens that follow those in the caches."""
-    features = model.features(ids, attentions, attentions[0].cache.length).unflatten(0, ids.shape)[:, -1]
+    features = model.features(ids, attentions, attentions[0].cache.lengths[:1]).unflatten(0, ids.shape)[:, -1]
     return product(features, model.embedding.weight).float()[:, : model.sizes.vocabulary]

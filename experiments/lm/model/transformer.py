@@ -205,8 +205,8 @@ class LanguageModel(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
-    def features(self, ids: Tensor, attentions: Sequence[Attention], start: int = 0) -> Tensor:
-        """start: the place of the first token; the attentions remember the tokens before it.
+    def features(self, ids: Tensor, attentions: Sequence[Attention], start: int | Tensor = 0) -> Tensor:
+        """start: the place of the first token, also `[1]` on the device; the attentions remember the tokens before it.
 
         The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions.
         """
