@@ -74,7 +74,7 @@ def items_kernel(
     next_place = first_places(begin, items, pattern_ptr, count_ptr, of, FRACTION)
     for done in range(0, tl.minimum(share, items - begin), AT_ONCE):
         number, here = some_items(begin + done, items, AT_ONCE)
-        place, next_place = places(number, here, next_place, pattern_ptr, count_ptr, of, FRACTION, AT_ONCE)
+        place, next_place = places(number, next_place, pattern_ptr, count_ptr, of, FRACTION, AT_ONCE)
         row = row_of(number, 0, pattern_ptr, of)
         count = tl.load(count_ptr + row)
         is_empty = count == 0

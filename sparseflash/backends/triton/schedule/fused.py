@@ -244,7 +244,7 @@ def work_kernel(
     next_place = first_places(begin, items, pattern_ptr, count_ptr, of, FRACTION)
     for done in range(0, tl.minimum(share, items - begin), AT_ONCE):
         number, here = some_items(begin + done, items, AT_ONCE)
-        place, next_place = places(number, here, next_place, pattern_ptr, count_ptr, of, FRACTION, AT_ONCE)
+        place, next_place = places(number, next_place, pattern_ptr, count_ptr, of, FRACTION, AT_ONCE)
         for member in range(group):
             row = row_of(number, member, pattern_ptr, of)
             start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)

@@ -1,9 +1,9 @@
 """The order in which programs start, longest first: the rule, in PyTorch's operations, and functions of kernels that
 find the place of an item in this order.
 
-A kernel sorts by counting. Lengths that count as equal share a bin. Every program counts the items of every bin, among
-all items and among those before its own, so that it knows where each of its own items goes. So the kernel that writes
-the items needs no launch before it that sorts them.
+A kernel sorts by counting: lengths that count as equal share a bin, and every program counts the items of all bins,
+among all items and among those before its own. So it knows where each of its own items goes, and the kernel that writes
+the items needs no other that sorts them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def start_order(lengths: Tensor) -> Tensor:
     Sorting over all heads keeps the GPU busy to the end if a few rows are much longer than the rest. But programs that
     run at the same time should share keys in the L2 cache, and an exact sort mixes all heads. So lengths that agree in
     their highest bits count as equal, and equal lengths keep their order, head by head: an octave has 2 different
-    lengths, and 16 if there are few programs. In a simulation of 132 programs at a time this costs at most 0.9 % over
-    an exact sort, and 1.4 % if there are few.
+    lengths, and 16 if there are few programs. In a simulation of 132 to 396 programs at a time, with the rows and
+    columns of chosen blocks, documents, causal and random masks, this takes 0.2 % longer than an exact sort on average,
+    and 0.04 % if there are few.
     """
     highest = lengths.clamp(min=1).float().view(torch.int32) >> (23 - fraction_bits(len(lengths)))
     return torch.sort(highest, stable=True, descending=True).indices
@@ -105,16 +106,15 @@ def size_of(number, pattern_ptr, count_ptr, of):
 @triton.jit
 def some_items(first, stop, AT_ONCE: tl.constexpr):
     """The numbers of the next items from `first` on, and which are before `stop`; the others are 0."""
-    lane = tl.arange(0, AT_ONCE)
-    here = lane < stop - first  # first + lane may have more than 31 bits
-    return tl.where(here, first + lane, 0), here
+    number = first + tl.arange(0, AT_ONCE)
+    return tl.where(number < stop, number, 0), number < stop
 
 
 @triton.jit
 def _bin_of(size, FRACTION: tl.constexpr):
-    """The bins of items, see `start_order`; that of the longest is the first."""
+    """The bin of each item, as `start_order` tells lengths apart; the longest are in the first bin."""
     bits = tl.maximum(size, 1).to(tl.float32).to(tl.int32, bitcast=True)
-    return (32 << FRACTION) - 1 - ((bits - 0x3F800000) >> (23 - FRACTION))  # 0x3F800000: 1.0
+    return (32 << FRACTION) - 1 - ((bits - 0x3F800000) >> (23 - FRACTION))  # 0x3F800000: the bits of 1.0
 
 
 @triton.jit
@@ -130,10 +130,10 @@ def first_places(begin, items, pattern_ptr, count_ptr, of, FRACTION: tl.constexp
 
 
 @triton.jit
-def places(number, here, next_place, pattern_ptr, count_ptr, of, FRACTION: tl.constexpr, AT_ONCE: tl.constexpr):
+def places(number, next_place, pattern_ptr, count_ptr, of, FRACTION: tl.constexpr, AT_ONCE: tl.constexpr):
     """The places of `some_items` in the order, and the next places of all bins."""
     of_bin, lane = _bin_of(size_of(number, pattern_ptr, count_ptr, of), FRACTION), tl.arange(0, AT_ONCE)
-    # Those that are not here come last.
+    # Numbers past the end are last, and no places are asked for after them: they may be counted.
     earlier = (of_bin[None, :] == of_bin[:, None]) & (lane[None, :] < lane[:, None])
     place = tl.gather(next_place, of_bin, 0) + tl.sum(earlier.to(tl.int32), 1)
-    return place, next_place + tl.histogram(of_bin, 32 << FRACTION, mask=here)
+    return place, next_place + tl.histogram(of_bin, 32 << FRACTION)
