@@ -1,4 +1,5 @@
 import heapq
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -55,14 +56,21 @@ def test_programs_of_similar_length_first_come_end_with_the_others(kind):
     assert max(busy) <= 1.03 * int(lengths.sum()) / 396
 
 
-def placed(counts, pattern, shape, length, tile, held, *, at_once=16, programs=3, counted=32):
+@contextmanager
+def a_few_at_a_time(at_once=16, programs=3, counted=32):
+    clear_caches()  # a launch has one AT_ONCE
+    with mock.patch.multiple(longest_first, AT_ONCE=at_once, _PROGRAMS=programs, _COUNTED=tl.constexpr(counted)):
+        try:
+            yield
+        finally:
+            clear_caches()
+
+
+def placed(counts, pattern, shape, length, tile, held):
     """The numbers of the items in the order in which kernels place them, and their lengths."""
     nothing = torch.zeros_like(counts)
     lists = Listed(nothing, nothing, counts, nothing[:2], nothing[:2], Tiling(held, 16))
-    clear_caches()  # a launch has one AT_ONCE
-    with mock.patch.multiple(longest_first, AT_ONCE=at_once, _PROGRAMS=programs, _COUNTED=tl.constexpr(counted)):
-        work = work_in_start_order(lists, pattern, shape, length, tile)
-    clear_caches()
+    work = work_in_start_order(lists, pattern, shape, length, tile)
     return work[:, 0, ITEM_NUMBER.value].tolist(), work[..., ITEM_COUNT.value].sum(1)
 
 
@@ -79,7 +87,7 @@ def test_kernels_place_items_in_this_order(few, data, heads, rows):
         counts = data.draw(st.lists(LENGTHS, min_size=heads * rows, max_size=heads * rows))
     counts = torch.tensor(counts, dtype=torch.int32)
     pattern = torch.arange(heads, dtype=torch.int32).view(1, -1)
-    with mock.patch.object(longest_first, "_FEW", few):
+    with mock.patch.object(longest_first, "_FEW", few), a_few_at_a_time():
         numbers, lengths = placed(counts, pattern, (1, heads, 1), 16 * rows, 16, 16)
         assert numbers == start_order(counts).tolist()
     assert sorted(numbers) == list(range(heads * rows))
@@ -97,8 +105,8 @@ def test_an_item_is_as_long_as_the_lists_of_its_group(batch, kv_heads, group, si
     pattern = torch.randint(0, 3, (batch, heads), generator=generator, dtype=torch.int32)
     row = torch.arange(tiles) * tile // held
     want = counts[(pattern.view(batch, kv_heads, 1, group) * rows + row[:, None]).long()].sum(-1).view(-1)
-    shape = batch, kv_heads, group
-    numbers, lengths = placed(counts, pattern, shape, length, tile, held)
+    with a_few_at_a_time():
+        numbers, lengths = placed(counts, pattern, (batch, kv_heads, group), length, tile, held)
     assert numbers == start_order(want).tolist() and torch.equal(lengths, want[numbers])
 
 
@@ -106,8 +114,23 @@ def test_what_is_counted_and_placed_at_a_time_does_not_matter():
     counts = torch.randint(0, 99, (5 * 60,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     pattern = torch.arange(5, dtype=torch.int32).view(1, -1)
     want = start_order(counts).tolist()
-    for at_once, programs, counted in ((16, 1, 16), (64, 2, 32), (32, 128, 512), (64, 128, 2048), (128, 3, 64)):
-        found, _ = placed(
-            counts, pattern, (1, 5, 1), 16 * 60, 16, 16, at_once=at_once, programs=programs, counted=counted
-        )
-        assert found == want
+    for at_a_time in ((16, 1, 16), (64, 2, 32), (32, 128, 512), (64, 128, 2048), (128, 3, 64)):
+        with a_few_at_a_time(*at_a_time):
+            assert placed(counts, pattern, (1, 5, 1), 16 * 60, 16, 16)[0] == want
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("rows", [1, 100, 500, 3000, 17_000])
+def test_a_gpu_places_items_in_this_order(rows, group):
+    generator = torch.Generator().manual_seed(rows)
+    counts = torch.randint(0, 200, (4 * group * rows,), generator=generator, dtype=torch.int32).cuda()
+    pattern = torch.randperm(4 * group, generator=generator).int().view(1, -1).cuda()
+    want = (
+        counts[(pattern.view(4, 1, group) * rows + torch.arange(rows, device="cuda")[:, None]).long()].sum(-1).view(-1)
+    )
+    numbers, lengths = placed(counts, pattern, (1, 4, group), 16 * rows, 16, 16)
+    assert numbers == start_order(want).tolist() and torch.equal(lengths, want[numbers])
