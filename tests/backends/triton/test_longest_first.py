@@ -129,8 +129,7 @@ def test_a_gpu_places_items_in_this_order(rows, group):
     generator = torch.Generator().manual_seed(rows)
     counts = torch.randint(0, 200, (4 * group * rows,), generator=generator, dtype=torch.int32).cuda()
     pattern = torch.randperm(4 * group, generator=generator).int().view(1, -1).cuda()
-    want = (
-        counts[(pattern.view(4, 1, group) * rows + torch.arange(rows, device="cuda")[:, None]).long()].sum(-1).view(-1)
-    )
+    row = pattern.view(4, 1, group) * rows + torch.arange(rows, device="cuda")[:, None]
+    want = counts[row.long()].sum(-1).view(-1)
     numbers, lengths = placed(counts, pattern, (1, 4, group), 16 * rows, 16, 16)
     assert numbers == start_order(want).tolist() and torch.equal(lengths, want[numbers])

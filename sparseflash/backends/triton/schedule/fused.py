@@ -242,8 +242,8 @@ def work_kernel(
     of = batch_stride, head_stride, heads, group, tiles, rows, tile, held
     begin = tl.program_id(0) * share
     next_place = first_places(begin, items, pattern_ptr, count_ptr, of, FRACTION)
-    for done in range(0, tl.minimum(share, items - begin), AT_ONCE):
-        number, here = some_items(begin + done, items, AT_ONCE)
+    for first in range(begin, begin + share, AT_ONCE):
+        number, here = some_items(first, items, AT_ONCE)
         place, next_place = places(number, next_place, pattern_ptr, count_ptr, of, FRACTION, AT_ONCE)
         for member in range(group):
             row = row_of(number, member, pattern_ptr, of)
