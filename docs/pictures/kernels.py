@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from sparseflash import BlockMask, draw, masks
-from sparseflash.backends.triton.schedule.worklists import start_order
+from sparseflash.backends.triton.schedule.longest_first import start_order
 from sparseflash.draw import colours
 from sparseflash.draw.colours import hexadecimal
 

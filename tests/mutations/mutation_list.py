@@ -352,6 +352,13 @@ MUTATIONS = [
         "tests/masks/test_masks_starts.py::test_sums_by_the_kernels_are_those_of_an_operation",
     ),
     Mutation(
+        "start order: equal items of earlier programs are not counted",
+        "sparseflash/backends/triton/schedule/longest_first.py",
+        "- counts + before",
+        "- counts",
+        "tests/backends/triton/test_longest_first.py::test_kernels_place_items_in_this_order",
+    ),
+    Mutation(
         "dynamic calls: a mask that is attended again is never planned",
         "sparseflash/backends/triton/dynamic_call.py",
         "not (_DONE in cache or",

@@ -4,16 +4,15 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.schedule import fused
+from sparseflash.backends.triton.schedule import fused, longest_first
 from sparseflash.backends.triton.schedule import plan as planning
-from sparseflash.backends.triton.schedule import worklists as listing
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.backends.triton.schedule.worklists import full_first, start_order
+from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask import csr, streams
 from tests.backends.triton.plans import plan
 from tests.compared.closeness import NAMES
@@ -52,10 +51,10 @@ def assert_planned_alike(mask, **arguments):
     assert_same(ours, worklists(mask, "operations", **arguments))
 
 
-@pytest.mark.parametrize("few", [listing._FEW, 0], ids=["sorted to the tile", "sorted by octaves"])
+@pytest.mark.parametrize("few", [longest_first._FEW, 0], ids=["few", "many"])
 @given(block_masks(130, blocks=(16, 32), batch=2, heads=HEADS), SEEDS, st.sampled_from([1, 2, 4]))
 def test_kernels_plan_what_operations_plan(few, mask, seed, kv_heads):
-    with mock.patch.object(listing, "_FEW", few):
+    with mock.patch.object(longest_first, "_FEW", few):
         assert_planned_alike(made_dynamic(mask, seed), batch=2, kv_heads=kv_heads)
 
 
@@ -94,13 +93,6 @@ def long_rows():
     live[16:32] = False
     live[32:48, 16 * 150 :] = True
     return BlockMask.from_dense(live, block=16)
-
-
-def test_more_items_than_a_program_ranks_at_a_time():
-    lengths = torch.randint(1, 5, (320,), generator=torch.Generator().manual_seed(0))
-    layout = torch.arange(5) < lengths.view(4, 80, 1)
-    assert lengths.numel() > fused.AT_ONCE
-    assert_planned_alike(made_dynamic(BlockMask.from_layout(layout, block=16), seed=0), axes=(0,))
 
 
 def test_rows_longer_than_a_program_reads_at_a_time():
@@ -145,17 +137,6 @@ def test_arrays_may_begin_at_any_address():
     assert_planned_alike(dataclasses.replace(mask, **arrays))
 
 
-@given(st.lists(st.integers(0, 2**20), min_size=1, max_size=50))
-@example([1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 22, 23, 45, 46, 90, 91, 181, 182, 362, 363])
-def test_lengths_less_than_half_an_octave_apart_count_as_equal(lengths):
-    def octave(length):
-        return (max(length, 1) ** 2).bit_length()
-
-    want = sorted(range(len(lengths)), key=lambda i: -octave(lengths[i]))
-    with mock.patch.object(listing, "_FEW", 0):
-        assert start_order(torch.tensor(lengths)).tolist() == want
-
-
 @given(dynamic_problems(most_tokens=40, most_heads=2, head_dims=(16,), blocks=(16, 32), dtypes=(torch.float16,)))
 @examples_times(1 / 5)
 def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
@@ -168,14 +149,14 @@ def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
-@pytest.mark.parametrize("few, sorts", [(listing._FEW, 0), (0, 1)])
+@pytest.mark.parametrize("few", [longest_first._FEW, 0])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_rows_and_columns_are_planned_in_three_launches_and_a_sort_of_many_items(axis, few, sorts):
+def test_rows_and_columns_are_planned_in_two_launches(axis, few):
     mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
-    rule = mock.patch.object(listing, "_FEW", few)
+    rule = mock.patch.object(longest_first, "_FEW", few)
     with rule, by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
         plan(mask, 1, HEADS).worklist(axis, 16)
-    assert (started.call_count, seen.started) == (3, sorts)
+    assert (started.call_count, seen.started) == (2, 0)
 
 
 def test_programs_at_a_time_do_not_matter_where_nothing_is_cut():
@@ -219,11 +200,11 @@ from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.schedule import plan, worklists
+from sparseflash.backends.triton.schedule import longest_first, plan
 import torch
 with mock.patch.object(plan, "_DEVICES", ["cpu"]), compiling_for(90) as compiled:
     for few in (1024, 0):
-        worklists._FEW = few
+        longest_first._FEW = few
         for heads in (2, 4):
             mask = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=60, block=16)
             made = plan.plan_of(Problem.of(mask, scale=1.0), (1, heads), 2, (60, 60))
@@ -234,9 +215,7 @@ print(*sorted({name for name, _ in compiled}), len({kernel.hash for _, kernel in
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
-        "column_kernel", "list_kernel", "rank_kernel", "size_kernel", "work_kernel", str(1 + 1 + 2 + 2 + 2)
-    ]  # fmt: skip
+    assert done.stdout.split() == ["column_kernel", "list_kernel", "work_kernel", str(1 + 1 + 2)]
 
 
 # ---------------------------------------------------------------------- on a GPU

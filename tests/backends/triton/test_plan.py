@@ -1,5 +1,4 @@
 import contextlib
-import heapq
 from unittest import mock
 
 import pytest
@@ -7,7 +6,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from experiments.benchmarks.speed import patterns
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
@@ -15,7 +13,6 @@ from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule import retiling, worklists
 from sparseflash.backends.triton.schedule.plan import dense_plan
-from sparseflash.backends.triton.schedule.worklists import start_order
 from sparseflash.blockmask import csr
 from sparseflash.blockmask.cache import clear_caches, mask_cache
 from tests.backends.triton.plans import plan
@@ -102,24 +99,6 @@ def test_items_are_numbered_in_31_bits():
 def test_work_of_equal_length_stays_in_the_order_of_heads():
     work = plan(masks.causal(64, block=16), 1, 3, 3).worklist(0, 16).work
     assert work[:, 0, 0].tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]
-
-
-def test_of_many_programs_those_of_similar_length_stay_in_the_order_of_heads():
-    lengths = torch.tensor([16, 300, 0, 17, 1]).repeat(400)
-    order = start_order(lengths)
-    of_16_and_17 = [i for i in range(2000) if i % 5 in (0, 3)]
-    assert order[:400].tolist() == list(range(1, 2000, 5)) and order[400:1200].tolist() == of_16_and_17
-    few = start_order(lengths[:1000])
-    assert few[200:400].tolist() == list(range(3, 1000, 5))
-
-
-@pytest.mark.parametrize("kind", ["random12", "causal", "bigbird"])
-def test_programs_of_similar_length_first_come_end_with_the_others(kind):
-    lengths = patterns.block_mask(kind, 16384, 128).indptr.diff().repeat_interleave(2).repeat(32)
-    busy = [0] * 396
-    for length in lengths[start_order(lengths)].tolist():
-        heapq.heapreplace(busy, busy[0] + length)
-    assert max(busy) <= 1.03 * int(lengths.sum()) / 396
 
 
 @pytest.mark.parametrize(("q_len", "k_len"), [(1, 1), (128, 256), (200, 300), (129, 128), (127, 640)])

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.persistent.backward_plan import HALVES_APART, LAST_ROUNDS
+from sparseflash.backends.triton.schedule.longest_first import size_of, some_items
 from sparseflash.backends.triton.schedule.work_item import (
     CUT_FIRST_PART,
     CUT_ITEM,
@@ -39,15 +40,9 @@ def size_kernel(
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Writes the number of entries of every item."""
-    item = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    here = item < items
-    kv_head, column = item // columns, item % columns
-    head_ptr = pattern_ptr + (kv_head // kv_heads).to(tl.int64) * batch_stride
-    size = tl.zeros([AT_ONCE], tl.int32)
-    for member in range(group):
-        pattern = tl.load(head_ptr + (kv_head % kv_heads * group + member) * head_stride, mask=here, other=0)
-        size += tl.load(count_ptr + pattern.to(tl.int64) * columns + column, mask=here, other=0)
-    tl.store(size_ptr + item, size, mask=here)
+    of = batch_stride, head_stride, kv_heads, group, columns, columns, 1, 1
+    item, here = some_items(tl.program_id(0) * AT_ONCE, items, AT_ONCE)
+    tl.store(size_ptr + item, size_of(item, pattern_ptr, count_ptr, of), mask=here)
 
 
 @triton.jit(

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.schedule import worklists
+from sparseflash.backends.triton.schedule import longest_first
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.work_item import place
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
@@ -109,7 +109,7 @@ def forward_plan(
     if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
     lengths = items.size.view(-1)
-    order = start_order(lengths.clamp(min=1), programs) if may_wait else worklists.start_order(lengths)
+    order = start_order(lengths.clamp(min=1), programs) if may_wait else longest_first.start_order(lengths)
     return Worklist(_work(items, index, tile)[order].contiguous(), index, tile, lists.words, parts, merged)
 
 

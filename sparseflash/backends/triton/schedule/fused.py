@@ -1,8 +1,7 @@
 """Triton kernels that make tile lists and work lists, for masks that are made at every step.
 
 `full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, take some fifty kernel launches.
-Here each list, over rows or columns, takes one launch, and the work takes two launches, and a sort if there are many
-items. The results are the same.
+Here each list, over rows or columns, takes one launch, and the work takes another. The results are the same.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.launcher import launches_of
+from sparseflash.backends.triton.schedule.longest_first import WARPS, first_places, order_of, places, row_of, some_items
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import (
     ITEM,
@@ -27,9 +27,9 @@ from sparseflash.backends.triton.schedule.work_item import (
     ITEM_PARTIAL_TILE,
     ITEM_START,
 )
-from sparseflash.backends.triton.schedule.worklists import TileLists, is_exact
+from sparseflash.backends.triton.schedule.worklists import TileLists
 
-AT_ONCE = 128  # entries of a row, or work items
+AT_ONCE = 128  # entries of a row
 _ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
 # `columns_full_first` searches every row for every column; in a larger and sparser mask sorting takes less time. A
 # program searches its pattern's rows one chunk after another, hence the limit on rows.
@@ -99,36 +99,16 @@ def columns_listed(indptr: Tensor, index: Tensor, tile: Tensor, blocks: tuple[in
 def work_in_start_order(
     lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
-    """The work of a plan, int32 `[W, group, ITEM]`."""
-    order, place = order_of_work(lists, pattern, shape, length, tile)
-    items, group, device = len(order), shape[2], pattern.device
-    work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
-    _writing(device, group).start(
-        -(-items // AT_ONCE), pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, order, work,
-        *place, group, AT_ONCE,
-    )  # fmt: skip
-    return work
-
-
-def order_of_work(
-    lists: TileLists | Listed, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
-) -> tuple[Tensor, tuple[int, ...]]:
-    """The order in which the work items of a plan start, int64 `[W]`, and the arguments of `row_of` for their lists.
+    """The work of a plan, int32 `[W, group, ITEM]`.
 
     pattern: `[B, Hq]`. shape: `(B, H, group)`. The lists must be in the mask's own tiles. No item is cut.
     """
-    (batch, heads, group), device, held = shape, pattern.device, lists.tiling.held
-    tiles, blocks = -(-length // tile), -(-length // held)
-    items = batch * heads * tiles
-    place = (*pattern.stride(), items, heads, tiles, blocks, tile, held)
-    programs = -(-items // AT_ONCE)
-    if is_exact(items):  # so few that comparing each with every other takes less time than the launches of a sort
-        order = torch.empty(items, dtype=torch.int64, device=device)
-        _ranking(device, group).start(programs, pattern, lists.count, order, *place, group, AT_ONCE)
-        return order, place
-    keys = torch.empty(items, dtype=torch.int8, device=device)
-    _sizing(device, group).start(programs, pattern, lists.count, keys, *place, group, AT_ONCE)
-    return torch.sort(keys, stable=True, descending=True).indices, place
+    order = order_of(pattern, shape, length, tile, lists.tiling.held)
+    work = torch.empty(order.items, shape[2], ITEM.value, dtype=torch.int32, device=pattern.device)
+    _writing(pattern.device, order.fraction).start(
+        order.programs, pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, work, *order.arguments
+    )  # fmt: skip
+    return work
 
 
 # A mask's arrays may have any address; no load here gains from alignment to 16 bytes.
@@ -246,113 +226,40 @@ def column_kernel(
         tl.store(kinds_ptr + unused, tl.zeros([ROWS], tl.int32), mask=unused < end)
 
 
-@triton.jit
-def row_of(
-    number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """The rows of the lists for some work items and one member of their group; row 0 for numbers past the end."""
-    of_head = number // tiles
-    batch, head = of_head // heads, of_head % heads * GROUP + member
-    pattern = tl.load(pattern_ptr + batch * batch_stride + head * head_stride, mask=number < items, other=0)
-    block = number % tiles * tile // held
-    return tl.where(number < items, pattern.to(tl.int64) * blocks + block, 0)
-
-
-@triton.jit
-def _size_of(
-    number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    size = number * 0
-    for member in tl.static_range(GROUP):
-        row = row_of(
-            number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
-        )
-        size += tl.load(count_ptr + row)
-    return size
-
-
 @triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
-    do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
-)
-def rank_kernel(
-    pattern_ptr, count_ptr, order_ptr,  # int32 [B, Hq], [rows]; int64 [items]
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
-    GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Writes the order of AT_ONCE work items among all: the longest first, equal ones by their numbers."""
-    lane = tl.arange(0, AT_ONCE)
-    number = tl.program_id(0).to(tl.int64) * AT_ONCE + lane
-    size = _size_of(
-        number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
-    )
-    rank = tl.zeros([AT_ONCE], tl.int32)
-    for first in range(0, items, AT_ONCE):
-        other = (first + lane).to(tl.int64)
-        others = _size_of(
-            other, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
-        )
-        earlier = (others[None, :] == size[:, None]) & (other[None, :] < number[:, None])
-        ahead = ((others[None, :] > size[:, None]) | earlier) & (other[None, :] < items)
-        rank += tl.sum(ahead.to(tl.int32), 1)
-    tl.store(order_ptr + rank, number, mask=number < items)
-
-
-@triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
-    do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
-)
-def size_kernel(
-    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; int8 [items]
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
-    GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Writes the sort keys of many work items: see `worklists.start_order`."""
-    number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    size = _size_of(
-        number, pattern_ptr, count_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
-    )
-    size = tl.maximum(size, 1)
-    octave = ((size * size).to(tl.float64).to(tl.int64, bitcast=True) >> 52) - 1023  # the exponent
-    tl.store(keys_ptr + number, octave.to(tl.int8), mask=number < items)
-
-
-@triton.jit(
-    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
+    do_not_specialize=[
+        "items", "share", "batch_stride", "head_stride", "heads", "group", "tiles", "rows", "tile", "held",
+    ],
     do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "full_ptr", "count_ptr"],
-)
+)  # fmt: skip
 def work_kernel(
     pattern_ptr, start_ptr, full_ptr, count_ptr, index_ptr, tile_ptr,  # int32 [B, Hq], [rows] thrice, [room] twice
-    order_ptr, work_ptr,  # int64 [items], int32 [items, GROUP, ITEM]
-    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
-    GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
+    work_ptr,  # int32 [items, group, ITEM]
+    items, share, batch_stride, head_stride, heads, group, tiles, rows, tile, held,  # see `longest_first.row_of`
+    FRACTION: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the work items at AT_ONCE places of the order."""
-    place = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    here = place < items
-    number = tl.load(order_ptr + place, mask=here, other=items)
-    for member in tl.static_range(GROUP):
-        row = row_of(
-            number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
-        )
-        start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)
-        masked = start + full
-        item_ptr = work_ptr + (place * GROUP + member) * ITEM
-        tl.store(item_ptr + ITEM_NUMBER, number.to(tl.int32), mask=here)
-        tl.store(item_ptr + ITEM_START, start, mask=here)
-        tl.store(item_ptr + ITEM_FULL, full, mask=here)
-        tl.store(item_ptr + ITEM_COUNT, tl.load(count_ptr + row), mask=here)
-        tl.store(item_ptr + ITEM_FULL_BLOCK, tl.load(index_ptr + start), mask=here)
-        tl.store(item_ptr + ITEM_PARTIAL_BLOCK, tl.load(index_ptr + masked), mask=here)
-        tl.store(item_ptr + ITEM_PARTIAL_TILE, tl.load(tile_ptr + masked), mask=here)
-        tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)
+    """Writes a share of the work items to their places in the order."""
+    of = batch_stride, head_stride, heads, group, tiles, rows, tile, held
+    begin = tl.program_id(0) * share
+    next_place = first_places(begin, items, pattern_ptr, count_ptr, of, FRACTION)
+    for first in range(begin, begin + share, AT_ONCE):
+        number, here = some_items(first, items, AT_ONCE)
+        place, next_place = places(number, next_place, pattern_ptr, count_ptr, of, FRACTION, AT_ONCE)
+        for member in range(group):
+            row = row_of(number, member, pattern_ptr, of)
+            start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)
+            masked = start + full
+            item_ptr = work_ptr + (place.to(tl.int64) * group + member) * ITEM
+            tl.store(item_ptr + ITEM_NUMBER, number, mask=here)
+            tl.store(item_ptr + ITEM_START, start, mask=here)
+            tl.store(item_ptr + ITEM_FULL, full, mask=here)
+            tl.store(item_ptr + ITEM_COUNT, tl.load(count_ptr + row), mask=here)
+            tl.store(item_ptr + ITEM_FULL_BLOCK, tl.load(index_ptr + start), mask=here)
+            tl.store(item_ptr + ITEM_PARTIAL_BLOCK, tl.load(index_ptr + masked), mask=here)
+            tl.store(item_ptr + ITEM_PARTIAL_TILE, tl.load(tile_ptr + masked), mask=here)
+            tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)
 
 
 _listing = launches_of(list_kernel, num_warps=1, num_stages=1)
 _searching = launches_of(column_kernel, num_warps=4, num_stages=1)
-# By the device and the group.
-_ranking = launches_of(rank_kernel, num_warps=4, num_stages=1, most=128)
-_sizing = launches_of(size_kernel, num_warps=4, num_stages=1, most=128)
-_writing = launches_of(work_kernel, num_warps=4, num_stages=1, most=128)
+_writing = launches_of(work_kernel, num_warps=WARPS, num_stages=1)  # by the device and `fraction_bits`

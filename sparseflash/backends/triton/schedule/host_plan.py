@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.schedule.longest_first import fraction_bits
 from sparseflash.backends.triton.schedule.work_item import ITEM, WorkItem
 
 if TYPE_CHECKING:
@@ -49,4 +50,6 @@ def work_of(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Tensor
     made = np.empty((*row.shape, ITEM.value), dtype=np.int32)
     for place, numbers in enumerate(work):
         made[:, :, place] = numbers
-    return torch.from_numpy(made[(-count.sum(1)).argsort(kind="stable")])  # see `worklists.start_order`
+    # As in `longest_first.start_order`.
+    highest = np.maximum(count.sum(1), 1).astype(np.float32).view(np.int32) >> (23 - fraction_bits(len(row)))
+    return torch.from_numpy(made[(-highest).argsort(kind="stable")])

@@ -14,9 +14,6 @@ from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.blockmask.transfer import to_device
 from sparseflash.limits import check_count
 
-# With few programs, at most about three times the resident ones, even small differences in length delay the end.
-_FEW = 1024
-
 
 @dataclass(frozen=True)
 class TileLists:
@@ -105,25 +102,3 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
 def with_trailing_zero(array: Tensor) -> Tensor:
     """The array with a zero appended."""
     return torch.constant_pad_nd(array, (0, 1))
-
-
-def is_exact(items: int) -> bool:
-    """Whether the lengths of `items` programs are sorted exactly, rather than by half octaves."""
-    return items <= _FEW
-
-
-def start_order(lengths: Tensor) -> Tensor:
-    """The order in which programs of these `lengths [W]`, in tiles, start: int64 `[W]`.
-
-    >>> start_order(torch.tensor([3, 9, 8])).tolist()
-    [1, 2, 0]
-
-    Sorting over all heads keeps the GPU busy to the end if a few rows are much longer than the rest. But programs that
-    run at the same time should share keys in the L2 cache, and an exact sort mixes all heads. So lengths less than half
-    an octave apart count as equal, and equal lengths keep their order, head by head. In a simulation this costs at most
-    0.6 % over an exact sort.
-    """
-    if not is_exact(len(lengths)):
-        # The binary exponent of the square. It needs no logarithm, whose rounding could differ from fused.py.
-        lengths = lengths.clamp(min=1).double().square().view(torch.int64) >> 52
-    return torch.sort(lengths, stable=True, descending=True).indices
