@@ -9,12 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.speed import patterns
-from sparseflash import clear_caches
+from sparseflash import BlockMask, clear_caches, masks
 from sparseflash.backends.triton.schedule import longest_first
+from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.fused import Listed, work_in_start_order
 from sparseflash.backends.triton.schedule.longest_first import start_order
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import ITEM_COUNT, ITEM_NUMBER
+from tests.backends.triton.plans import plan
 from tests.drawn.masks import SEEDS
 
 FEW = pytest.mark.parametrize("few", [longest_first._FEW, 0], ids=["few", "many"])
@@ -117,6 +119,21 @@ def test_what_is_counted_and_placed_at_a_time_does_not_matter():
     for at_a_time in ((16, 1, 16), (64, 2, 32), (32, 128, 512), (64, 128, 2048), (128, 3, 64)):
         with a_few_at_a_time(*at_a_time):
             assert placed(counts, pattern, (1, 5, 1), 16 * 60, 16, 16)[0] == want
+
+
+def test_a_plan_made_on_the_host_has_this_order():
+    mask = masks.causal(16 * 70, block=16)
+    with mock.patch.object(planning, "_items", side_effect=AssertionError("operations")):
+        work = plan(mask, 1, 2, 2).worklist(0, 16).work
+    assert work[:, 0, ITEM_NUMBER.value].tolist() == start_order(mask.indptr.diff().repeat(2)).tolist()
+
+
+def test_a_plan_made_on_the_host_has_items_without_a_tile():
+    lengths = [0, 3, 1, 0, 2]
+    mask = BlockMask.from_layout(torch.arange(5) < torch.tensor(lengths)[:, None], block=16)
+    with mock.patch.object(planning, "_items", side_effect=AssertionError("operations")):
+        work = plan(mask, 1, 1, 1).worklist(0, 16).work
+    assert work[:, 0, ITEM_NUMBER.value].tolist() == [1, 4, 0, 2, 3]
 
 
 # ---------------------------------------------------------------------- on a GPU
