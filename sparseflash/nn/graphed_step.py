@@ -33,9 +33,9 @@ class GraphedStep:
             tokens to all of the caches: one, or with `SparseSelfAttention` up to 16. It must not wait for the GPU.
         caches: of all layers that `step` calls, on one device.
 
-    Call it with what `step` takes, each time with the same shapes and dtypes. Results have the bits of `step`'s, and
-    memory of their own. Between calls, caches may be truncated, cleared and added to; weights may be changed in place.
-    On other devices than CUDA it calls `step`. There are no gradients.
+    Call it with what `step` takes, each time with the same shapes and dtypes. Results have the bits of `step`'s for
+    contiguous inputs, and memory of their own. Between calls, caches may be truncated, cleared and added to; weights
+    may be changed in place. On other devices than CUDA it calls `step`. There are no gradients.
 
     A call that fails leaves all of the caches as they were. The first one runs `step` four times more.
 

@@ -175,7 +175,7 @@ def test_a_gpu_replays_the_bits_of_called_steps(dtype, tokens):
                 if start == 100:
                     for cache in model.caches:
                         cache.truncate(100)
-                outs.append(step(x[:, start : start + tokens])["all"])
+                outs.append(step(x[:, start : start + tokens].contiguous())["all"])
             assert model.caches[1].lengths.tolist() == [400] * 2 == [model.caches[1].length] * 2
             with pytest.raises(ValueError, match="the cache has room for 400"):
                 step(x[:, :tokens])

@@ -93,8 +93,9 @@ def test_a_gpu_replays_the_bits_of_called_steps(kind, start, dtype):
             layer(x[:, :start], cache=cache)
         for first in (start, start + 33):
             for place in range(first, start + 150):
-                found, want = (call(x[:, place : place + 1]) for call in (step, lambda x: layer(x, cache=caches[1])))
-                assert torch.equal(found, want), place
+                # Of other strides cuBLAS may compute other bits, and a recorded step has a contiguous copy.
+                token = x[:, place : place + 1].contiguous()
+                assert torch.equal(step(token), layer(token, cache=caches[1])), place
             assert caches[0].length == start + 150 and torch.equal(caches[0].lengths, caches[1].lengths)
             with pytest.raises(ValueError, match="the cache has room for"):
                 step(x[:, :1])
