@@ -200,19 +200,13 @@ TABLES = {
     ),
     "ideas": Table(
         _IDEAS,
-        {f"{tokens:,} tokens, {label}":
-             f"selection/{{row}}/{tokens}/{passed}/sdpa / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
-         for tokens in (8192, 16_384, 65_536) for label, passed in (("forward", "forward"), ("both passes", "both"))},
-        "", "compared with SDPA, dense", "not run", "± ?: the spread was not measured.",
-    ),
-    "ideas-fa4": Table(
-        {label: name for label, name in _IDEAS.items() if name != "DSA"},
-        {f"{label}{graph}":
-             f"selection/{{row}}/8192/{passed}/fa4 / selection/{{row}}/8192/{passed}/{way} @ h200-ideas-fa4"
-         for graph, way in (("", "sparseflash"), (", in a CUDA graph", "sparseflash-recorded"))
-         for label, passed in (("forward", "forward"), ("both passes", "both"))},
-        "", "compared with FlashAttention-4, 8,192 tokens", "none",
-        "none: FlashAttention-4's backward refuses grouped heads whose values are wider or narrower than the keys.",
+        {f"{label}, {tokens // 1024}K":
+             f"selection/{{row}}/{tokens}/{passed}/fa4 / selection/{{row}}/{tokens}/{passed}/sparseflash @ h200-ideas"
+         for label, passed in (("forward", "forward"), ("both passes", "both"))
+         for tokens in (8192, 16_384, 32_768, 65_536)},
+        "", "compared with FlashAttention-4", "none",
+        "± ?: the spread was not measured. none: FlashAttention-4's backward refuses grouped heads whose values are "
+        "wider or narrower than the keys.",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
