@@ -15,6 +15,7 @@ import hashlib
 import lzma
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,15 +180,18 @@ def unpacked(path: Path) -> Store:
     key = f"{path.stat().st_size}-{path.stat().st_mtime_ns}"
     target = path.with_name(f".tokens-{path.name.partition('.')[0]}-{key}")
     if not (target / ABOUT).is_file():
-        unfinished = target.with_name(f"{target.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        for name, contents in members(path, "tokens that `corpus --pack` has written"):
-            (unfinished / name[-1]).write_bytes(contents)
-        if not (unfinished / ABOUT).is_file():
-            raise ValueError(f"{path} must be tokens that `corpus --pack` has written; it has no {ABOUT}")
-        shutil.rmtree(target, ignore_errors=True)
-        unfinished.rename(target)
+        with tempfile.TemporaryDirectory(prefix=f"{target.name}.", dir=path.parent) as folder:  # of this process alone
+            made = Path(folder) / "tokens"
+            made.mkdir()
+            for name, contents in members(path, "tokens that `corpus --pack` has written"):
+                (made / name[-1]).write_bytes(contents)
+            if not (made / ABOUT).is_file():
+                raise ValueError(f"{path} must be tokens that `corpus --pack` has written; it has no {ABOUT}")
+            try:
+                made.rename(target)
+            except OSError:
+                if not (target / ABOUT).is_file():  # otherwise another process has unpacked it meanwhile
+                    raise
     return opened(target)
 
 

@@ -1,5 +1,6 @@
 import io
 import json
+import shutil
 import tarfile
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from experiments.lm.data.store import Part, make_parts, opened, tokens_of, unpac
 from experiments.lm.data.tokenizer import BytePairs, Bytes
 from experiments.lm.probe import Repeated, Word
 from experiments.lm.train import Run
+from experiments.training.archives import members
 from experiments.training.books import validates
 from tests.experiments.lm.models import tiny
 
@@ -89,6 +91,24 @@ def test_the_packed_form_is_the_same_tokens(corpus):
         assert (one.tokens == other.tokens).all() and (one.starts == other.starts).all()
     made = ours.folder.stat().st_mtime_ns
     assert tokens_of(corpus / "a.tar.xz", 400, print).folder.stat().st_mtime_ns == made  # unpacked once
+
+
+def test_processes_that_unpack_at_the_same_time_do_not_disturb_each_other(corpus, monkeypatch):
+    """Each has read a part of the archive when another has unpacked it."""
+    path, depth = corpus / "a.tar.xz", [0]
+    for folder in corpus.glob(".tokens-*"):
+        shutil.rmtree(folder)
+
+    def interrupted(*given):
+        for place, member in enumerate(members(*given)):
+            if place == 1 and depth[0] < 2:
+                depth[0] += 1
+                unpacked(path)
+            yield member
+
+    monkeypatch.setattr("experiments.lm.data.store.members", interrupted)
+    assert unpacked(path).about == opened(corpus / "tokens").about and depth == [2]
+    assert len(list(corpus.glob(".tokens-*"))) == 1
 
 
 @pytest.mark.parametrize("contents", [b"", b"no archive"])
