@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask import bitmask
+from sparseflash.blockmask import bitmask, walks
 from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.build import Part, arrays_of
 from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size
 from sparseflash.blockmask.methods import algebra, construction, conversion, drawing, moves, padding
 from sparseflash.blockmask.remedies import no_attribute, refuse
-from sparseflash.blockmask.stats import live_scores, live_tokens
+from sparseflash.blockmask.stats import live_tokens
 from sparseflash.blockmask.summary import summary
 from sparseflash.blockmask.validate import check_arrays
 
@@ -270,10 +270,10 @@ class BlockMask:
         0.25
         """
         if self.lengths is not None:  # the cache is shared by masks that differ only in their lengths
-            return live_scores(self) / (self.q_len * self.k_len)
+            return walks.live_scores(self) / (self.q_len * self.k_len)
         cache = mask_cache(self.indices)
         if "density" not in cache:
-            cache["density"] = live_scores(self) / (self.q_len * self.k_len)
+            cache["density"] = walks.live_scores(self) / (self.q_len * self.k_len)
         return float(cache["density"])
 
     def __repr__(self) -> str:

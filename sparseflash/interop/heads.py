@@ -9,16 +9,13 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair, checked_mask, integer
 from sparseflash.blockmask.build import Part, arrays_of
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.csr import entries_of_pattern
 
 
 def pattern_of_mask(mask: BlockMask, number: int) -> Part:
     """The tiles of one pattern, ignoring `lengths`: block rows, block columns, tile (all int64), and the words."""
-    row_blocks = mask.blocks[0]
-    indptr = mask.indptr[number * row_blocks : (number + 1) * row_blocks + 1].long()
-    start, stop = int(indptr[0]), int(indptr[-1])
-    rows = row_of_entry(indptr - start, stop - start)
-    return rows, mask.indices[start:stop].long(), mask.tile[start:stop].long(), mask.bits
+    rows, span = entries_of_pattern(mask.indptr, number, mask.blocks[0])
+    return rows, mask.indices[span].long(), mask.tile[span].long(), mask.bits
 
 
 def mask_of_patterns(
