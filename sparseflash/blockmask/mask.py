@@ -73,7 +73,7 @@ class BlockMask:
     to its arrays.
 
     `dynamic`: a mask that is built on the GPU at every step cannot be canonical, because counting its tiles would
-    synchronise with the device. Its arrays are safe to run but not canonical (see `blockmask/dynamic.py`);
+    synchronise with the device. Its arrays are safe to run but not canonical (see `blockmask/validate.py`);
     `canonical()` returns the equivalent canonical mask.
     """
 
