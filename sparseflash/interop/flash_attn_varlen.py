@@ -39,7 +39,7 @@ def packed_attention(
         if dense_tensor(x, name).ndim != 3:
             raise ValueError(f"{name} must have shape [tokens, heads, head dim]; got {list(x.shape)}.")
     left, right = sides(window_size, causal)
-    pattern: Pattern | None = None if left is right is None else _Within(left, right, block)
+    pattern: Pattern | None = None if left is right is None else Within(left, right, block)
     if (left, right) == (None, 0):
         pattern = _causal(block)
     mask, q_stop, k_stop, _ = mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device)
@@ -67,7 +67,7 @@ def packed_attention(
 
 
 @dataclass(frozen=True)
-class _Within:
+class Within:
     """The pattern of a window, which equals every other pattern of the same window, so that masks are kept by it."""
 
     left: int | None
@@ -94,14 +94,16 @@ def sides(window_size: Window, causal: bool) -> Window:
     return left, 0 if flag(causal, "causal") else right
 
 
-def window(q_len: int, k_len: int, left: int | None, right: int | None, block: Block) -> BlockMask:
-    """The mask of a window, aligned at the bottom right.
+def window(
+    q_len: int, k_len: int, left: int | None, right: int | None, block: Block, offset: int | None = None
+) -> BlockMask:
+    """The mask of a window, by default aligned at the bottom right; None for no limit.
 
     >>> window(256, 256, None, 0, 64) == causal_mask(256, block=64)
     True
     """
     if (left, right) == (None, 0):
-        return causal_mask(q_len, k_len, block=block)
+        return causal_mask(q_len, k_len, offset=offset, block=block)
     everything = q_len + k_len
     left, right = everything if left is None else left, everything if right is None else right
-    return local(q_len, k_len, left=left, right=right, block=block)
+    return local(q_len, k_len, left=left, right=right, offset=offset, block=block)
