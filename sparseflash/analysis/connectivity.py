@@ -48,7 +48,7 @@ def gap(element: Element) -> Gap | None:
     if closure.is_everything():
         return None
     part = tiles_of(closure, element.stop)
-    reached = BlockMask._of(element.stop, element.stop, union.block, union.block, [part], 1, 1)
+    reached = BlockMask._of(element.stop, element.stop, union.block, union.block, [part])
     return _first_gap(reached)
 
 

@@ -197,9 +197,9 @@ class BlockMask:
 
     @classmethod
     def _of(
-        cls, q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
+        cls, q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], numbers: Tensor | None = None
     ) -> BlockMask:
-        return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
+        return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, numbers))
 
     # properties and comparison
 

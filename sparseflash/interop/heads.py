@@ -1,14 +1,12 @@
-"""Patterns of single heads, taken out of a mask or put together into one; shared by the other files."""
+"""Patterns of single heads, taken out of a mask; shared by the other files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair, checked_mask, integer
-from sparseflash.blockmask.build import Part, arrays_of
+from sparseflash.blockmask.build import Part
 from sparseflash.blockmask.csr import entries_of_pattern
 
 
@@ -16,20 +14,6 @@ def pattern_of_mask(mask: BlockMask, number: int) -> Part:
     """The tiles of one pattern, ignoring `lengths`: block rows, block columns, tile (all int64), and the words."""
     rows, span = entries_of_pattern(mask.indptr, number, mask.blocks[0])
     return rows, mask.indices[span].long(), mask.tile[span].long(), mask.bits
-
-
-def mask_of_patterns(
-    q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], number: Tensor
-) -> BlockMask:
-    """The mask in which head h of batch element b has the pattern `parts[number[b, h]]` (int `[B or 1, Hq or 1]`).
-
-    The parts must be numbered by first appearance, which makes the result canonical.
-    """
-    *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
-    indptr, indices, tile, bits = arrays
-    return BlockMask(
-        q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern[0][number.long()].contiguous()
-    )
 
 
 def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) -> Part:
