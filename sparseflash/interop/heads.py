@@ -55,14 +55,3 @@ def whole_blocks(mask: BlockMask, format: str, remedy: str) -> None:
             f"{format} must consist of whole blocks; got {mask.q_len} x {mask.k_len} tokens in blocks of "
             f"{mask.block_q} x {mask.block_k}. {remedy}"
         )
-
-
-def no_parts(part: Part, block_q: int, block_k: int, format: str, remedy: str) -> None:
-    """Raises ValueError for partial tiles, naming the first."""
-    partial = (part[2] > 0).nonzero()
-    if len(partial):
-        i, j = int(part[0][partial[0]]), int(part[1][partial[0]])
-        raise ValueError(
-            f"{format} must consist of full tiles; got {len(partial)} partial ones, the first with queries "
-            f"{i * block_q}..{(i + 1) * block_q - 1} and keys {j * block_k}..{(j + 1) * block_k - 1}. {remedy}"
-        )
