@@ -74,7 +74,7 @@ _LIBRARY = {
     "backends/triton/hopper:device backends/triton/hopper/learned.py backends/triton/launch backends/triton/portable "
     "backends/triton/schedule blockmask scores",
     "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule",
-    "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
+    "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask",
     "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import checked_device
-from sparseflash.blockmask.build import arrays_of_patterns
 from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict, mask_cache, once
 from sparseflash.blockmask.compiling import constant_if_its_mask_is, is_faking
 from sparseflash.blockmask.csr import stored_tiles
@@ -102,12 +101,12 @@ def canonical(mask: BlockMask) -> BlockMask:
         raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
     if not mask.dynamic:
         return mask
+    from sparseflash.blockmask.ops.tilelist import mask_of_patterns
 
-    def of_its_patterns() -> BlockMask:
-        arrays = arrays_of_patterns(*mask._numbers(), patterns_of_mask(mask), mask.bits, mask.pattern.long())
-        return type(mask)(*mask._numbers(), *arrays)
-
-    made = once(mask_cache(mask.indices), "canonical", of_its_patterns)
+    made = once(
+        mask_cache(mask.indices), "canonical",
+        lambda: mask_of_patterns(mask, patterns_of_mask(mask), mask.bits, mask.pattern.long(), None),
+    )  # fmt: skip
     return made if mask.lengths is None else made._padded(mask.lengths)
 
 
