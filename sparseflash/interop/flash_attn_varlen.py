@@ -14,7 +14,6 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, dense_tensor, flag
 from sparseflash.blockmask.cache import bounded
 from sparseflash.interop.alibi import alibi_of_sequences, score_changes
-from sparseflash.interop.tokens_first import check_window
 from sparseflash.masks.causal import causal as causal_mask
 from sparseflash.masks.local import local
 from sparseflash.pattern import Pattern
@@ -84,13 +83,15 @@ def _causal(block: Block) -> Pattern:
 
 
 def sides(window_size: Window, causal: bool) -> Window:
-    """`(left, right)`, None for no limit.
+    """`(left, right)`, None for no limit. Raises TypeError unless the window is a pair of ints or None.
 
     >>> sides((32, -1), True)
     (32, 0)
     """
-    check_window(window_size)
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    given = window_size if isinstance(window_size, tuple | list) else ()
+    if len(given) != 2 or not all(side is None or type(side) is int for side in given):
+        raise TypeError(f"window_size must be (left, right), two ints, -1 for no limit; got {window_size!r}.")
+    left, right = (None if side is None or side < 0 else side for side in given)
     return left, 0 if flag(causal, "causal") else right
 
 
