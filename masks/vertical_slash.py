@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
-from sparseflash.blockmask.build import arrays_of
 from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import is_list, positions
@@ -125,4 +124,4 @@ def _one_head(q_len: int, marked_keys: Tensor, offsets: Tensor, block_q: int, bl
         kind[some] = inverse + 1 + offset
         offset += len(made)
     part = (i, j, kind, torch.cat(words))
-    return BlockMask(q_len, q_len, block_q, block_k, *arrays_of(q_len, q_len, block_q, block_k, [part], 1, 1))
+    return BlockMask._of(q_len, q_len, block_q, block_k, [part])

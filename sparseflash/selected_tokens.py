@@ -83,7 +83,7 @@ def token_attention(
     scale, causal = checked_scale(scale, q.shape[3]), flag(causal, "causal")
     if _chosen_backend(backend, q.device) == "reference":
         values = k[..., :v_dim] if v is None else v
-        live = _live(index, k.shape[2], causal).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        live = _live(_sorted(index, k.shape[2], causal), k.shape[2]).repeat_interleave(q.shape[1] // k.shape[1], 1)
         out, lse = reference.attention_to_live(q, k, values, live, scale)
     else:
         out, lse = _by_kernels(q, k, v, index, v_dim, causal, scale)
@@ -177,17 +177,10 @@ def _checked_v_dim(v_dim: int | None, k: Tensor) -> int:
     return v_dim
 
 
-def _live(index: Tensor, k_len: int, causal: bool) -> Tensor:
-    """The docstring's rule: bool `[B, Hkv, Nq, Nk]`."""
-    index = index.to(torch.int64)
-    none = (index < 0) | (index >= k_len)
-    live = torch.zeros(*index.shape[:3], k_len + 1, dtype=torch.bool, device=index.device)
-    live = live.scatter(3, index.masked_fill(none, k_len), True)[..., :k_len]
-    if causal:
-        q_len = index.shape[2]
-        last = torch.arange(q_len, device=index.device)[:, None] + (k_len - q_len)
-        live = live & (torch.arange(k_len, device=index.device) <= last)
-    return live
+def _live(tokens: Tensor, k_len: int) -> Tensor:
+    """Whether each query's sorted list has each key: bool `[B, Hkv, Nq, Nk]`."""
+    live = torch.zeros(*tokens.shape[:3], k_len + 1, dtype=torch.bool, device=tokens.device)
+    return live.scatter(3, tokens.long() % (k_len + 1), True)[..., :k_len]  # -1 goes to a column past the last
 
 
 def _by_kernels(

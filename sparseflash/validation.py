@@ -10,14 +10,12 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import MADE_FROM, alternatives, checked_integers, dense_tensor, described
-from sparseflash.scores.change import Scores, Sizes, scores_of
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from sparseflash.scores.change import FLOATING, Scores, Sizes, scores_of
 
 
 def check_dtype(dtype: Any) -> None:
     """Raises TypeError unless queries, keys and values may have this dtype."""
-    if dtype not in _DTYPES:
+    if dtype not in FLOATING:
         raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64; got {dtype!r}.")
 
 
@@ -39,9 +37,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             and v_shape[3] > 0
             and k_shape[1] > 0
             and q_shape[1] % k_shape[1] == 0
-            and q.dtype in _DTYPES
-            and k.dtype in _DTYPES
-            and v.dtype in _DTYPES
+            and q.dtype in FLOATING
+            and k.dtype in FLOATING
+            and v.dtype in FLOATING
             and q.layout == k.layout == v.layout == torch.strided
             and q.device == k.device == v.device
         ):
@@ -54,7 +52,7 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
         dense_tensor(x, name)
         if x.ndim != 4:
             raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
-        if x.dtype not in _DTYPES:
+        if x.dtype not in FLOATING:
             raise TypeError(
                 f"{name} must have a floating dtype (fp16, bf16, fp32 or fp64); got {x.dtype}. Cast it first."
             )

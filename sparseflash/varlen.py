@@ -286,7 +286,7 @@ def _made(
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
         block_q, block_k = block_pair(block)
         words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
-        return BlockMask._of(q_sums[-1], k_sums[-1], block_q, block_k, [(nothing, nothing, nothing, words)], 1, 1)
+        return BlockMask._of(q_sums[-1], k_sums[-1], block_q, block_k, [(nothing, nothing, nothing, words)])
     rule, options = (pattern, {}) if pattern is not None else (dense, {"block": block})
     if isinstance(pattern, partial) and not pattern.args:
         rule, options = pattern.func, pattern.keywords

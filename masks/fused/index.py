@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.masks.fused.starts import MOST_SUMMED, start_of
 from sparseflash.masks.fused.unused import clear_unused
 from sparseflash.masks.tiling.chosen import RowFrame
@@ -25,30 +24,15 @@ def tiles_of_index(index: Tensor, counts: Tensor | None, of: RowFrame, room: int
     indices = torch.empty(room, dtype=torch.int32, device=device)
     tile, is_made = torch.empty_like(indices), lists > MOST_SUMMED
     padded = max(16, 1 << (choices - 1).bit_length())
-    sorting, storing = _kernels(
-        padded, index.dtype, index.data_ptr() % 16, None if counts is None else counts.dtype,
-        0 if counts is None else counts.data_ptr() % 16, device, is_made,
-    )  # fmt: skip
-    sorting.start(lists, index, counts, of.stop, ordered, found, rows, choices, padded)
+    of_counts = None if counts is None else (counts.dtype, counts.data_ptr() % 16)
+    key = device, padded, index.dtype, index.data_ptr() % 16, of_counts, is_made
+    _sorting(*key).start(lists, index, counts, of.stop, ordered, found, rows, choices, padded)
     indptr = found.cumsum(0, dtype=torch.int32) if is_made else torch.empty_like(found)
-    storing.start(
+    _storing(*key).start(
         lists, ordered, of.last_whole, of.kinds, found, indptr, indices, tile, rows, width, choices, room,
         -(-room // lists), padded, is_made,
     )  # fmt: skip
     return indptr, indices, tile
-
-
-@bounded(maxsize=128)
-def _kernels(
-    padded: int, dtype: torch.dtype, offset: int, counts: torch.dtype | None, counts_offset: int, device: torch.device,
-    is_made: bool,
-) -> tuple[Launch, Launch]:  # fmt: skip
-    # One warp for short lists: several warps would exchange partial sums through shared memory, and take several times
-    # as many instructions in all.
-    return (
-        Launch.of_all_arguments(sort_kernel, device, num_warps=1, num_stages=1),
-        Launch.of_all_arguments(store_kernel, device, num_warps=1, num_stages=1),
-    )
 
 
 @triton.jit(do_not_specialize=["rows", "choices"])
@@ -95,3 +79,9 @@ def store_kernel(
     tl.store(indices_ptr + start + lane, col, mask=here)
     tl.store(tile_ptr + start + lane, kind, mask=here)
     clear_unused(indices_ptr, tile_ptr, used, share, room, CHOICES)
+
+
+# One warp for short lists: several warps would exchange partial sums through shared memory, and take several times
+# as many instructions in all.
+_sorting = launches_of(sort_kernel, num_warps=1, num_stages=1, most=128)
+_storing = launches_of(store_kernel, num_warps=1, num_stages=1, most=128)

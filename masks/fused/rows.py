@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.masks.fused.starts import MOST_SUMMED, start_of
 from sparseflash.masks.fused.unused import clear_unused
 from sparseflash.masks.tiling.chosen import SHARE_UNITS, Frame
@@ -35,14 +34,14 @@ def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> t
     counts = torch.empty(lists + 1, dtype=torch.int32, device=device)
     indices = torch.empty(room, dtype=torch.int32, device=device)
     tile, is_made = torch.empty_like(indices), lists > MOST_SUMMED
-    choosing, listing = _kernels(cols, scores.dtype, mass is None, device, scores.data_ptr() % 16, is_made)
+    key = device, cols, scores.dtype, mass is None, scores.data_ptr() % 16, is_made
     padded = max(16, 1 << (cols - 1).bit_length())
-    choosing.start(
+    _choosing(*key).start(
         lists, scores, of.open, of.forced, kept, counts, rows, cols, most, _bits_of(mass),
         padded, min(padded, max(8, _PAIRS_AT_ONCE // padded)), torch.finfo(scores.dtype).max, mass is not None,
     )  # fmt: skip
     indptr = counts.cumsum(0, dtype=torch.int32) if is_made else torch.empty_like(counts)
-    listing.start(
+    _listing(*key).start(
         lists, kept, of.kind, counts, indptr, indices, tile, rows, cols, room, -(-room // lists), padded, is_made
     )  # fmt: skip
     return indptr, indices, tile
@@ -55,16 +54,6 @@ def _bits_of(mass: float | None) -> int:
     as an int32. Both are far below the unit in which shares are added.
     """
     return int(struct.unpack("<q", struct.pack("<d", max(mass or 0.0, sys.float_info.min)))[0])
-
-
-@bounded(maxsize=128)
-def _kernels(
-    cols: int, dtype: torch.dtype, by_rank: bool, device: torch.device, offset: int, is_made: bool
-) -> tuple[Launch, Launch]:  # fmt: skip
-    return (
-        Launch.of_all_arguments(choose_kernel, device, num_warps=4, num_stages=1),
-        Launch.of_all_arguments(list_kernel, device, num_warps=4, num_stages=1),
-    )
 
 
 @triton.jit
@@ -143,3 +132,7 @@ def list_kernel(
     tl.store(indices_ptr + place, col, mask=kept > 0)
     tl.store(tile_ptr + place, kind, mask=kept > 0)
     clear_unused(indices_ptr, tile_ptr, used, share, room, COLS)
+
+
+_choosing = launches_of(choose_kernel, num_warps=4, num_stages=1, most=128)
+_listing = launches_of(list_kernel, num_warps=4, num_stages=1, most=128)

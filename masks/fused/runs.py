@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.launcher import launches_of
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.tiling.chosen import Frame
 
 _QUERIES = tl.constexpr(16)
@@ -32,32 +31,19 @@ def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Ten
     bits = torch.zeros(room, block_q, words, dtype=torch.int32, device=device)
     found = torch.empty(room, dtype=torch.int32, device=device)
     tile = torch.empty_like(found)
-    marking, finding, writing = _kernels(
-        cols, of.block, span, of.causal, indices.dtype, device, indices.data_ptr() % 16
-    )  # fmt: skip
-    marking.start(
+    key = device, cols, of.block, span, of.causal, indices.dtype, indices.data_ptr() % 16
+    _marking(*key).start(
         -(-patterns * q_len // _QUERIES.value), indices, table, patterns * q_len, q_len, choices, rows * block_q,
         cols * in_tile, -(-of.k_len // span), of.k_len - q_len, span, of.causal,
     )  # fmt: skip
-    finding.start(lists, table, kept, counts, cols, block_q, in_tile, max(16, 64 // in_tile))
+    _finding(*key).start(lists, table, kept, counts, cols, block_q, in_tile, max(16, 64 // in_tile))
     indptr = counts.cumsum(0, dtype=torch.int32)
-    writing.start(
+    _writing(*key).start(
         lists * cols, table, kept, of.kind, of.bits, indptr, found, tile, bits, rows, cols, lists, room,
         -(-room // (lists * cols)), block_q, in_tile, words, bitmask.full_word(block_k),
         max(16, 1 << (cols - 1).bit_length()),
     )  # fmt: skip
     return indptr, found, tile, bits
-
-
-@bounded(maxsize=128)
-def _kernels(
-    cols: int, block: tuple[int, int], span: int, causal: bool, dtype: torch.dtype, device: torch.device, offset: int
-) -> tuple[Launch, Launch, Launch]:  # fmt: skip
-    return (
-        Launch.of_all_arguments(mark_kernel, device, num_warps=4, num_stages=1),
-        Launch.of_all_arguments(find_kernel, device, num_warps=4, num_stages=1),
-        Launch.of_all_arguments(write_kernel, device, num_warps=4, num_stages=1),
-    )
 
 
 @triton.jit(do_not_specialize=["queries", "q_len", "choices", "padded_q", "width", "runs", "shift"])
@@ -134,3 +120,8 @@ def write_kernel(
         if place >= used:
             tl.store(indices_ptr + place, 0)
             tl.store(tile_ptr + place, 0)
+
+
+_marking, _finding, _writing = (
+    launches_of(kernel, num_warps=4, num_stages=1, most=128) for kernel in (mark_kernel, find_kernel, write_kernel)
+)

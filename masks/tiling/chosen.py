@@ -84,7 +84,7 @@ def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, devi
     words = bitmask.below(distances[:, None] + np.arange(1, block_q + 1), block_k)
     with contents_when_faking():
         part = (torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy(which + 1), torch.from_numpy(words))
-        _, _, tile, bits, _ = arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1)
+        _, _, tile, bits, _ = arrays_of(q_len, k_len, block_q, block_k, [part])
         kinds = np.zeros((row_blocks, int((stop - whole).max(initial=0)) + 1), dtype=np.int32)
         kinds[rows, at] = tile.numpy()
         of_rows = [torch.from_numpy(x.astype(np.int32)) for x in (stop[:, None], whole[:, None] - 1, kinds)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
-from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of
+from sparseflash.blockmask.build import SCORES_AT_ONCE
 from sparseflash.blockmask.patterns import first_of_each
 from sparseflash.blockmask.unique import number_combinations
 
@@ -39,4 +39,4 @@ def by_kind(
         found.append(number + count)
         count += len(distinct)
     part = (rows, cols, torch.cat(found).to(torch.int32).add_(1).index_select(0, kind), torch.cat(words))
-    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1))
+    return BlockMask._of(q_len, k_len, block_q, block_k, [part])

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import flag
-from sparseflash.blockmask.build import arrays_of
 from sparseflash.blockmask.patterns import TILES_AT_ONCE, Numbers, starts_of
 from sparseflash.blockmask.unique import distinct
 from sparseflash.masks.tiling.draws import Integers
@@ -189,4 +188,4 @@ def of_blocks(
         if causal:
             i, j = i[j <= i], j[j <= i]
         parts.append((i, j, (i == j).long() if causal else torch.zeros_like(i), triangle))
-    return BlockMask(q_len, q_len, block, block, *arrays_of(q_len, q_len, block, block, parts, 1, len(parts)))
+    return BlockMask._of(q_len, q_len, block, block, parts)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.walks import walks
 
 
 @dataclass(frozen=True)

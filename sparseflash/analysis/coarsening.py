@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair
 from sparseflash.blockmask.build import SCORES_AT_ONCE
+from sparseflash.blockmask.walks import Walk, walks
 
 
 @dataclass(frozen=True)

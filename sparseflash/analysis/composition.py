@@ -13,9 +13,9 @@ from torch import Tensor
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.bitrows import Index
 from sparseflash.analysis.relation import TARGETS_AT_ONCE, Relation, settled, union
-from sparseflash.analysis.walks import words_of
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
+from sparseflash.blockmask.walks import words_of
 
 MOST_PARTIAL = 1 << 24
 _BITS_AT_ONCE = 1 << 26  # 8 MB of bits

@@ -15,9 +15,9 @@ from sparseflash.analysis.composition import compose, multiply
 from sparseflash.analysis.layers import Element
 from sparseflash.analysis.relation import Relation, tiles_of
 from sparseflash.analysis.tokens import see_previous
-from sparseflash.analysis.walks import words_of
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
+from sparseflash.blockmask.walks import walk, words_of
 
 _MOST_EDGES = 1 << 25
 
@@ -48,7 +48,7 @@ def gap(element: Element) -> Gap | None:
     if closure.is_everything():
         return None
     part = tiles_of(closure, element.stop)
-    reached = BlockMask._of(element.stop, element.stop, union.block, union.block, [part], 1, 1)
+    reached = BlockMask._of(element.stop, element.stop, union.block, union.block, [part])
     return _first_gap(reached)
 
 
@@ -59,8 +59,8 @@ def causal_gap(element: Element) -> Gap | None:
     """
     sees = torch.zeros(element.stop, dtype=torch.bool, device="cpu")
     sees[:1] = True
-    for walk in element.walks():
-        sees |= see_previous(walk)
+    for each in element.walks():
+        sees |= see_previous(each)
     missing = (~sees).nonzero()
     return Gap(int(missing[0]), int(missing[0]) - 1) if len(missing) else None
 
@@ -106,20 +106,10 @@ def _closure(relation: Relation) -> Relation:
 
 
 def _first_gap(reached: BlockMask) -> Gap:
-    live = torch.zeros(reached.blocks[0], dtype=torch.int64, device="cpu")
-    rows = torch.repeat_interleave(torch.arange(reached.blocks[0], device="cpu"), reached.indptr.diff().long())
-    choices = torch.cat(
-        [torch.tensor([reached.block_q * reached.block_k], device="cpu"), bitmask.live_scores(reached.bits)]
-    )
-    live.index_add_(0, rows, choices[reached.tile.long()])
-    starts = torch.arange(reached.blocks[0] + 1, device="cpu") * reached.block_q
-    whole = starts.clamp(max=reached.q_len).diff() * reached.k_len
-    row = int((live < whole).nonzero()[0])
-    strip = torch.zeros(reached.block_q, reached.blocks[1] * reached.block_k, dtype=torch.bool, device="cpu")
-    for e in range(int(reached.indptr[row]), int(reached.indptr[row + 1])):
-        first, tile = int(reached.indices[e]) * reached.block_k, int(reached.tile[e])
-        patch = bitmask.unpack(reached.bits[tile - 1], reached.block_k) if tile else torch.tensor(True, device="cpu")
-        strip[:, first : first + reached.block_k] = patch
-    inside = strip[: reached.q_len - row * reached.block_q, : reached.k_len]
-    a, k = (~inside).nonzero()[0].tolist()
-    return Gap(row * reached.block_q + a, k)
+    tiles = walk(reached, 0)
+    live = torch.zeros(reached.blocks[0], dtype=torch.int64, device="cpu").index_add_(0, tiles.rows, tiles.live())
+    ends = torch.arange(reached.blocks[0] + 1, device="cpu").mul(reached.block_q).clamp(max=reached.q_len)
+    row = int((live < ends.diff() * reached.k_len).nonzero()[0])
+    first = int(ends[row])
+    query, key = (~reached.crop(q=(first, int(ends[row + 1]))).to_dense()[0, 0]).nonzero()[0].tolist()
+    return Gap(first + query, key)

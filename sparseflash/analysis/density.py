@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.walks import walks
 
 
 @dataclass(frozen=True)

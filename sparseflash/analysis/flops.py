@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from sparseflash.analysis.heads import dims, repeats
-from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_floating, flag
+from sparseflash.blockmask.walks import walks
 
 _FORWARD = 1, 1  # S = Q K^T; O = P V
 _BACKWARD = 3, 2  # S again, dQ = dS K, dK = dS^T Q; dP = dO V^T, dV = P^T dO

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from sparseflash.analysis.relation import Relation, of_walks
-from sparseflash.analysis.walks import Walk, walk
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import described
 from sparseflash.blockmask.stats import live_tokens
+from sparseflash.blockmask.walks import Walk, walk
 
 MOST_BLOCKS = 1 << 15  # the bit matrix of the tile graph then takes 128 MB
 

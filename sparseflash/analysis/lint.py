@@ -17,10 +17,10 @@ from sparseflash.analysis.layers import Masks, elements
 from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.analysis.reach import layers_to_full_reach
 from sparseflash.analysis.tokens import blind_queries, future_scores, unseen_keys
-from sparseflash.analysis.walks import Walk, walks
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer
 from sparseflash.blockmask.stats import live_tokens
+from sparseflash.blockmask.walks import Walk, walks
 
 Severity = Literal["error", "warning", "note"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.analysis.walks import walks, words_of
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import checked_integers, tensor_of
 from sparseflash.blockmask.build import SCORES_AT_ONCE
+from sparseflash.blockmask.walks import walks, words_of
 
 _MOST_TILES = 1 << 28  # one byte per tile
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import cycle, islice
 
+import torch
+
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.composition import TooManyTiles, compose
 from sparseflash.analysis.layers import Element, Masks, block_of, check_size, checked, elements
@@ -57,7 +59,8 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
                 "masks with larger blocks; layers_to_full_reach and diameter build no such result."
             )
         found[element] = tiles_of(relation, element.stop)
-    return BlockMask._of(length, length, block, block, [found[each] for each in of_batch], len(of_batch), 1)
+    numbers = torch.arange(len(of_batch), device="cpu").view(-1, 1)
+    return BlockMask._of(length, length, block, block, [found[each] for each in of_batch], numbers)
 
 
 def layers_to_full_reach(masks: Masks, *, causal: bool = False) -> int | None:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from sparseflash.analysis import bitrows
 from sparseflash.analysis.bitrows import Bits, Index
-from sparseflash.analysis.walks import Walk, cut, words_of
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part
 from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.blockmask.walks import Walk, cut, words_of
 
 TARGETS_AT_ONCE = 1 << 14
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash.analysis.walks import Walk, words_of
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
+from sparseflash.blockmask.walks import Walk, words_of
 
 _TILES_AT_ONCE = 1 << 16
 

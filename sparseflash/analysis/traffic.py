@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from sparseflash.analysis.heads import dims, repeats
-from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import check_floating, checked_mask, integer
+from sparseflash.blockmask.walks import walks
 
 _LEAST = 16  # queries and keys of the smallest tile for tensor cores
 _WORK_ITEM = 32  # bytes of a program's entry in the plan

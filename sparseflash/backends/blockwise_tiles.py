@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseflash.backends.problem import Problem
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.cache import bounded, mask_cache, once
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.csr import entries_of_pattern
 from sparseflash.dropout import GROUP, Dropout, amplification, kept
 from sparseflash.scores.change import Place, Scores
 
@@ -179,11 +179,9 @@ class Tiles:
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
 
     def _counted_rows(self, number: int, blocks: Blocks | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
-        first, last = int(indptr[0]), int(indptr[-1])
-        cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
-        rows = row_of_entry(indptr - first, last - first)
-        numbers = torch.arange(first, last, device=rows.device)
+        rows, span = entries_of_pattern(self.indptr, number, self.row_blocks)
+        cols, tile = self.indices[span].long(), self.tile[span].long()
+        numbers = torch.arange(span.start, span.stop, device=rows.device)
         if blocks is not None:
             inside = (rows < blocks[0]) & (cols < blocks[1])
             rows, cols, tile, numbers = rows[inside], cols[inside], tile[inside], numbers[inside]

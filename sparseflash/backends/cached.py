@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparseflash.backends import reference
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.ops.tilelist import take_rows
+from sparseflash.blockmask.csr import take_rows
 from sparseflash.scores.change import Place, Scores
 
 

@@ -51,11 +51,7 @@ def backward_flops(
 
 def with_more(formula: Formula, first: int, count: int) -> Formula:
     """The formula for an operator that takes `count` more arguments after the first `first` ones."""
-
-    def of_more(*arguments: Any, out_val: Any = None) -> int:
-        return formula(*arguments[:first], *arguments[first + count :])
-
-    return of_more
+    return lambda *arguments, out_val=None: formula(*arguments[:first], *arguments[first + count :])
 
 
 def scores(q: Tensor, k: Tensor, problem: Problem) -> int:

@@ -65,9 +65,13 @@ def tile_list(rows: Any, cols: Any, row_blocks: int, col_blocks: int) -> tuple[T
 
 
 def arrays_of(
-    q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
+    q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], numbers: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The canonical `(indptr, indices, tile, bits, pattern)` of one list of tiles per (batch element, head)."""
+    """The canonical `(indptr, indices, tile, bits, pattern)` of lists of tiles.
+
+    Head h of batch element b has the list `parts[numbers[b, h]]`, int64 `[B or 1, Hq or 1]`, numbered by first
+    appearance; by default there is one list for each head.
+    """
     rows, cols, tile, words = parts[0]
     if len(parts) > 1:
         row_blocks, offset = -(-q_len // block_q), 0
@@ -76,7 +80,8 @@ def arrays_of(
             columns.append((i + number * row_blocks, j, torch.where(t > 0, t + offset, t), part_words))
             offset += len(part_words)
         rows, cols, tile, words = (torch.cat(column) for column in zip(*columns, strict=True))
-    numbers = torch.arange(len(parts), device="cpu").view(batch, heads)
+    if numbers is None:
+        numbers = torch.arange(len(parts), device="cpu").view(1, -1)
     return arrays_of_tiles(q_len, k_len, block_q, block_k, rows, cols, tile, words, numbers, len(parts))
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, known_integers, token_counts
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list, tiles_of_dense
 from sparseflash.blockmask.threads import one_thread
 
-# `(q_len, k_len, block_q, block_k, parts, batch, heads)`: see `build.arrays_of`.
-Tiles = tuple[int, int, int, int, list[Part], int, int]
+# `(q_len, k_len, block_q, block_k, parts, numbers)`: see `build.arrays_of`.
+Tiles = tuple[int, int, int, int, list[Part], Tensor | None]
 
 
 def of_dense(dense: Any, block: Block) -> Tiles:
@@ -28,7 +29,7 @@ def of_dense(dense: Any, block: Block) -> Tiles:
         raise ValueError(f"dense must have at least one batch element and head; got {list(dense.shape)}.")
     with one_thread(dense.numel() <= SCORES_AT_ONCE):
         parts = [tiles_of_dense(head, block_q, block_k) for head in dense.reshape(-1, q_len, k_len)]
-    return q_len, k_len, block_q, block_k, parts, batch, heads
+    return q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(batch, heads)
 
 
 def of_layout(layout: Any, block: Block, q_len: int | None, k_len: int | None) -> Tiles:
@@ -49,7 +50,7 @@ def of_layout(layout: Any, block: Block, q_len: int | None, k_len: int | None) -
     for head in layout.reshape(-1, rows, cols):
         i, j = head.nonzero(as_tuple=True)
         parts.append((i, j, torch.zeros_like(i), no_words))
-    return q_len, k_len, block_q, block_k, parts, batch, heads
+    return q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(batch, heads)
 
 
 def of_tiles(rows: Any, cols: Any, q_len: int, k_len: int | None, block: Block, tile: Any, live: Any) -> Tiles:
@@ -74,4 +75,4 @@ def of_tiles(rows: Any, cols: Any, q_len: int, k_len: int | None, block: Block, 
         raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
     if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):
         raise ValueError(f"tile must lie in 0..{len(live)}; got {int(tile.min())}..{int(tile.max())}.")
-    return q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], 1, 1
+    return q_len, k_len, block_q, block_k, [(rows, cols, tile, bitmask.pack(live))], None

@@ -43,6 +43,24 @@ def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
     return row_of_entry(mask.indptr, count), mask.indices[:count].long(), mask.tile[:count].long()
 
 
+def take_rows(indptr: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of some CSR rows, which may repeat: `(which, entry)`, where entry `entry[n]` is in row
+    `rows[which[n]]`.
+    """
+    starts = indptr[rows].long()
+    counts = indptr[rows + 1].long() - starts
+    which = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+    first = counts.cumsum(0) - counts
+    return which, torch.arange(len(which), device=rows.device) + (starts - first)[which]
+
+
+def entries_of_pattern(indptr: Tensor, number: int, row_blocks: int) -> tuple[Tensor, slice]:
+    """The block row of each tile of one pattern, int64 `[E]`, and the part of the lists that holds these tiles."""
+    starts = indptr[number * row_blocks : (number + 1) * row_blocks + 1].long()
+    first, stop = int(starts[0]), int(starts[-1])
+    return row_of_entry(starts - first, stop - first), slice(first, stop)
+
+
 def columns_of(
     indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int, col_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor]:

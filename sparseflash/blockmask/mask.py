@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask import bitmask
+from sparseflash.blockmask import bitmask, walks
 from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.build import Part, arrays_of
 from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size
 from sparseflash.blockmask.methods import algebra, construction, conversion, drawing, moves, padding
 from sparseflash.blockmask.remedies import no_attribute, refuse
-from sparseflash.blockmask.stats import live_scores, live_tokens
+from sparseflash.blockmask.stats import live_tokens
 from sparseflash.blockmask.summary import summary
 from sparseflash.blockmask.validate import check_arrays
 
@@ -73,7 +73,7 @@ class BlockMask:
     to its arrays.
 
     `dynamic`: a mask that is built on the GPU at every step cannot be canonical, because counting its tiles would
-    synchronise with the device. Its arrays are safe to run but not canonical (see `blockmask/dynamic.py`);
+    synchronise with the device. Its arrays are safe to run but not canonical (see `blockmask/validate.py`);
     `canonical()` returns the equivalent canonical mask.
     """
 
@@ -197,9 +197,9 @@ class BlockMask:
 
     @classmethod
     def _of(
-        cls, q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], batch: int, heads: int
+        cls, q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], numbers: Tensor | None = None
     ) -> BlockMask:
-        return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
+        return cls(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, numbers))
 
     # properties and comparison
 
@@ -270,10 +270,10 @@ class BlockMask:
         0.25
         """
         if self.lengths is not None:  # the cache is shared by masks that differ only in their lengths
-            return live_scores(self) / (self.q_len * self.k_len)
+            return walks.live_scores(self) / (self.q_len * self.k_len)
         cache = mask_cache(self.indices)
         if "density" not in cache:
-            cache["density"] = live_scores(self) / (self.q_len * self.k_len)
+            cache["density"] = walks.live_scores(self) / (self.q_len * self.k_len)
         return float(cache["density"])
 
     def __repr__(self) -> str:

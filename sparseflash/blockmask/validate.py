@@ -1,4 +1,18 @@
-"""The checks of a mask's invariants."""
+"""The checks of a mask's invariants.
+
+If blocks are chosen on the GPU, only the device knows how many tiles are kept and which are equal, and asking it stalls
+the queue. So a dynamic mask (`BlockMask.dynamic`) has arrays of a size that is fixed in advance: safe to run but not
+canonical. It obeys the rules in `BlockMask` that the kernels need:
+
+- `indptr` starts at 0 and does not decrease. Its last number may be less than the length of `indices` and `tile`; the
+  entries past it are unused capacity and belong to no row.
+- `indices` strictly increase within a row and lie in `0 .. Mk - 1`, `tile` lies in `0 .. T` and `pattern` in
+  `0 .. P - 1`. The ranges hold for the unused capacity, too.
+- Scores past the ends are dead, so a tile that an end cuts is partial.
+
+It need not obey the other rules: `bits` may hold equal, dead, full and unused tiles in any order, and patterns may be
+equal or unused.
+"""
 
 from __future__ import annotations
 

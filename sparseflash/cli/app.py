@@ -261,8 +261,8 @@ def check(
         cases = certificate.cases_of(found, heads, kv_heads, dtypes, head_dim, seed, thorough=thorough)
         results = []
         with progress.status("comparing with fp64") as status:
-            for case, errors in certificate.checked(found, cases, backend):
-                results.append((case, errors))
+            for case in cases:
+                results.append((case, certificate.errors_of(found, case, backend)))
                 status.update(f"comparing with fp64: {len(results)} of {len(cases)}")
         kept = certificate.certificate(found, results, backend, where(found))
         if keep is not None:
@@ -311,21 +311,21 @@ def bench(
     import torch
 
     from sparseflash.cli import bench as benchmark
-    from sparseflash.cli import check as exactness
+    from sparseflash.cli import certificate
     from sparseflash.cli.inputs import DTYPES, drawn
 
     found = asked(mask, sources)
     with short_errors():
         found = found.to(place(device))
-        precision = DTYPES[dtype or ("bf16" if found.device.type == "cuda" else "fp32")]
+        dtype = dtype or ("bf16" if found.device.type == "cuda" else "fp32")
         chosen = benchmark.peers_for(found) if peers is None else peers_of(peers)
         compared = benchmark.corner(found)
         with progress.status(f"comparing {compared.q_len:,} queries and {compared.k_len:,} keys with fp64"):
-            errors = exactness.errors(
-                compared, heads=1, kv_heads=None, dim=head_dim, dtype=precision, backend=None, seed=seed
-            )
+            (case,) = certificate.cases_of(compared, 1, None, [dtype], head_dim, seed, thorough=False)
+            errors = certificate.errors_of(compared, case)
         if not all(error <= 1 for error in errors.values()):
             raise ValueError(f"attention with this mask must be exact to be timed; got the errors {errors}")
+        precision = DTYPES[dtype]
         inputs = drawn(found, batch=batch, heads=heads, kv_heads=kv_heads, dim=head_dim, dtype=precision, seed=seed)
         shape = " x ".join(str(size) for size in inputs.q.shape)
         shapes = f"{shape}, {inputs.k.shape[1]} key heads, {precision}"

@@ -65,16 +65,6 @@ def _of_flex(fields: Fields, block: tuple[int, int]) -> BlockMask:
     return interop.from_flex(found)
 
 
-def _flashmask(mask: BlockMask) -> Fields:
-    return interop.to_flashmask(mask)._asdict() | _lengths(mask)
-
-
-def _of_flashmask(fields: Fields, block: tuple[int, int]) -> BlockMask:
-    return interop.from_flashmask(
-        fields["startend_row_indices"], causal=fields["causal"], q_len=fields["q_len"], block=block
-    )
-
-
 def _lengths(mask: BlockMask) -> Fields:
     return {"q_len": mask.q_len, "k_len": mask.k_len}
 
@@ -94,7 +84,12 @@ _FORMATS = {
         lambda mask: interop.to_flashinfer(mask)._asdict(),
         lambda fields, block: interop.from_flashinfer(**fields, block=block),
     ),
-    "flashmask": Format(_flashmask, _of_flashmask),
+    "flashmask": Format(
+        lambda mask: interop.to_flashmask(mask)._asdict() | _lengths(mask),
+        lambda fields, block: interop.from_flashmask(
+            fields["startend_row_indices"], causal=fields["causal"], q_len=fields["q_len"], block=block
+        ),
+    ),
     "deepspeed": Format(
         lambda mask: interop.to_deepspeed(mask)._asdict(),
         lambda fields, block: interop.from_deepspeed(fields["layout"], fields["block"]),

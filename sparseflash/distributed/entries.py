@@ -9,6 +9,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.build import arrays_of_tiles
+from sparseflash.blockmask.csr import take_rows
 from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.routes import Booleans, Heads
 from sparseflash.distributed.shards import Integers
@@ -32,10 +33,7 @@ class Entries:
         patterns = np.array([pattern for _, pattern in heads.combinations])
         kinds = np.array([kind for kind, _ in heads.combinations])
         flat = (patterns[:, None] * mask.blocks[0] + mine).reshape(-1)
-        indptr = mask.indptr.numpy().astype(np.int64)
-        counts = indptr[flat + 1] - indptr[flat]
-        row = np.arange(len(flat)).repeat(counts)
-        entry = np.arange(len(row)) + (indptr[flat] - (counts.cumsum() - counts))[row]
+        row, entry = (x.numpy() for x in take_rows(mask.indptr, torch.from_numpy(flat)))
         col, tile = mask.indices.numpy()[entry].astype(np.int64), mask.tile.numpy()[entry].astype(np.int64)
         kind = kinds[row // len(mine)] if len(heads.kinds) > 1 else np.broadcast_to(kinds[:1], row.shape)
         return cls(mask, assignment.queries.counts[rank], row, kind, col, tile, heads)

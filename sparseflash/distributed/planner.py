@@ -77,17 +77,15 @@ def assign(mask: BlockMask, ranks: int) -> Assignment:
                 f"{block} tokens. Use a smaller group{smaller}."
             )
     work = _work(mask, chunk_q, chunk_k, count_q, count_k)
-    best: tuple[float, str, Integers, Integers] | None = None
-    for name, queries in _candidates(work, ranks, same):
-        keys = queries if same else contiguous(count_k, ranks)
-        cost = _cost(work, queries, keys, ranks)
-        if best is None or cost < best[0]:
-            best = cost, name, queries, keys
-    if best is None:
-        raise RuntimeError("there is always a contiguous assignment")
-    _, name, queries, keys = best
+    keys = None if same else contiguous(count_k, ranks)
+
+    def cost(candidate: tuple[str, Integers]) -> float:
+        queries = candidate[1]
+        return _cost(work, queries, queries if keys is None else keys, ranks)
+
+    name, queries = min(_candidates(work, ranks, same), key=cost)
     q_shards = Shards(mask.q_len, chunk_q, queries)
-    return Assignment(q_shards, q_shards if same else Shards(mask.k_len, chunk_k, keys), name)
+    return Assignment(q_shards, q_shards if keys is None else Shards(mask.k_len, chunk_k, keys), name)
 
 
 def _chunk(length: int, block: int, ranks: int) -> int:

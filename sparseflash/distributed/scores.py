@@ -110,9 +110,6 @@ def _taken(x: Tensor, dim: int, positions: Tensor) -> Tensor:
 
 def _from_head(function: Function, first: int) -> Function:
     def moved(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:
-            return change(score, b, h + first, q, k, *tensors)
-
-        return changed
+        return lambda score, b, h, q, k, *tensors: change(score, b, h + first, q, k, *tensors)
 
     return Function(moved(function.function), (), function.derivative and moved(function.derivative))

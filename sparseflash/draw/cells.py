@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import checked_mask
-from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.stats import pattern_count
+from sparseflash.blockmask.walks import walk
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -71,26 +68,17 @@ def shares(
     if rows < 1 or cols < 1:
         raise ValueError(f"rows and cols must be at least 1 cell; got {rows} and {cols}.")
     (row_blocks, col_blocks), step = mask.blocks, (_step(mask.blocks[0], rows), _step(mask.blocks[1], cols))
-    i, j, tile = tile_list(mask, pattern)
-    live, full = _live_scores(mask, i, j, tile, lengths)
+    tiles = walk(mask.to("cpu"), pattern, lengths)
     shape = (-(-row_blocks // step[0]), -(-col_blocks // step[1]))
-    cell = (i // step[0] * shape[1] + j // step[1]).numpy()
-    weights = live.double().numpy()
-    in_all = np.bincount(cell, weights, minlength=shape[0] * shape[1]).reshape(shape)
-    in_full = np.bincount(cell, weights * full.numpy(), minlength=shape[0] * shape[1]).reshape(shape)
+    cell = (tiles.rows // step[0] * shape[1] + tiles.cols // step[1]).numpy()
+    live = tiles.live().double().numpy()
+    in_all = np.bincount(cell, live, minlength=shape[0] * shape[1]).reshape(shape)
+    full = live * (live == mask.block_q * mask.block_k)
+    in_full = np.bincount(cell, full, minlength=shape[0] * shape[1]).reshape(shape)
     area = np.outer(
         _tokens(shape[0], step[0] * mask.block_q, mask.q_len), _tokens(shape[1], step[1] * mask.block_k, mask.k_len)
     )
     return Shares(in_full / area, (in_all - in_full) / area, step)
-
-
-def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The block row, block column and kind of each tile of a pattern: int64 `[E]` on the CPU."""
-    row_blocks = mask.blocks[0]
-    indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1].cpu()
-    span = slice(int(indptr[0]), int(indptr[-1]))
-    cols, tile = mask.indices[span].cpu().long(), mask.tile[span].cpu().long()
-    return row_of_entry(indptr - indptr[0], len(cols)), cols, tile
 
 
 def _step(blocks: int, most: int) -> int:
@@ -100,24 +88,3 @@ def _step(blocks: int, most: int) -> int:
 def _tokens(cells: int, size: int, length: int) -> NDArray[np.float64]:
     starts = np.arange(cells) * size
     return np.minimum(length - starts, size).astype(np.float64)
-
-
-def _live_scores(
-    mask: BlockMask, i: Tensor, j: Tensor, tile: Tensor, lengths: tuple[int, int] | None
-) -> tuple[Tensor, Tensor]:
-    """The live scores of each tile, int64 `[E]`, and whether they are the whole tile."""
-    words = bitmask.choices(mask.bits.cpu(), mask.block_k)
-    if lengths is None:
-        live = bitmask.live_scores(words)[tile]
-        return live, live == mask.block_q * mask.block_k
-    # Padding leaves the first rows and columns of a tile. Few combinations of their numbers are distinct.
-    left_q = (lengths[0] - i * mask.block_q).clamp(0, mask.block_q)
-    left_k = (lengths[1] - j * mask.block_k).clamp(0, mask.block_k)
-    ends, which = torch.unique(torch.stack([left_q, left_k], 1), dim=0, return_inverse=True)
-    live = torch.zeros_like(tile)
-    for number, (end_q, end_k) in enumerate(ends.tolist()):
-        inside = bitmask.rectangle(mask.block_q, mask.block_k, end_q, end_k, words.device)
-        here = which == number
-        used, kind = torch.unique(tile[here], return_inverse=True)
-        live[here] = bitmask.live_scores(words[used] & inside)[kind]
-    return live, live == mask.block_q * mask.block_k

@@ -119,7 +119,7 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
     else:
         found = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         image, share = colours(found.full, found.partial), _mean(mask, found)
-        meanings = _meanings(mask, found)
+        meanings = _meanings(found)
         # The image may extend past the ends; the axis limits below cut it.
         down = image.shape[0] * found.step[0] * mask.block_q
         across = image.shape[1] * found.step[1] * mask.block_k
@@ -155,7 +155,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _meanings(mask: BlockMask, found: Shares) -> list[tuple[str, str]]:
+def _meanings(found: Shares) -> list[tuple[str, str]]:
     """Colours and meanings of the legend, for cells of one or of several tiles."""
     one = found.step == (1, 1)
     if one:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparseflash.draw.cells import shares, tile_list
+from sparseflash.blockmask.walks import walk
+from sparseflash.draw.cells import shares
 from sparseflash.draw.colours import DEAD_SCORE, EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
 from sparseflash.draw.page_script import SCRIPT
 from sparseflash.draw.panels import panels
@@ -38,13 +39,14 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
 
     costs: labels and texts to show beside the pictures, as `sparseflash show` does.
     """
-    mask = mask.canonical()
+    said = repr(mask.canonical())
+    mask = mask.canonical().to("cpu")
     found = panels(mask)
     most = _CELLS if len(found) == 1 else _CELLS // 2
     drawn: list[dict[str, Any]] = []
-    tiles = [tile_list(mask, panel.pattern) for panel in found[:MOST_PANELS]]
-    has_scores = sum(len(i) for i, _, _ in tiles) <= _MOST_TILES and mask.bits.numel() * 4 <= _MOST_BITS
-    for panel, (i, j, kind) in zip(found, tiles):
+    tiles = [walk(mask, panel.pattern) for panel in found[:MOST_PANELS]]
+    has_scores = sum(len(each.rows) for each in tiles) <= _MOST_TILES and mask.bits.numel() * 4 <= _MOST_BITS
+    for panel, own in zip(found, tiles):
         cells = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         rows, cols = np.nonzero(cells.live)
         rgb = colours(cells.full[rows, cols], cells.partial[rows, cols])
@@ -63,14 +65,14 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
             }
         )
         if has_scores:
-            number = (i * mask.blocks[1] + j).cpu().numpy().astype("<u4")
-            drawn[-1] |= {"tiles": _packed(number), "kinds": _packed(kind.cpu().numpy().astype("<u4"))}
+            number = (own.rows * mask.blocks[1] + own.cols).numpy().astype("<u4")
+            drawn[-1] |= {"tiles": _packed(number), "kinds": _packed(own.tile.numpy().astype("<u4"))}
     everything: dict[str, Any] = {
         "queries": mask.q_len, "keys": mask.k_len, "block": [mask.block_q, mask.block_k], "panels": drawn,
         "colours": [list(EMPTY), list(DEAD_SCORE), list(PARTIAL), list(FULL)], "grid": GRID,
     }  # fmt: skip
     if has_scores:
-        everything["bits"] = _packed(mask.bits.cpu().numpy().astype("<i4"))
+        everything["bits"] = _packed(mask.bits.numpy().astype("<i4"))
     rest = f"<p>and {len(found) - MOST_PANELS} more patterns</p>" if len(found) > MOST_PANELS else ""
     data = json.dumps(everything).replace("<", "\\u003c")
     legend = " ".join(
@@ -82,7 +84,7 @@ def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]
     )  # fmt: skip
     table = "".join(f"<tr><th>{escape(what)}</th><td>{escape(much)}</td></tr>" for what, much in costs)
     return _PAGE.format(
-        title=escape(title or "mask"), summary=escape(repr(mask)), legend=legend, rest=rest, data=data, grid=GRID,
+        title=escape(title or "mask"), summary=escape(said), legend=legend, rest=rest, data=data, grid=GRID,
         costs=f"<table>{table}</table>" if table else "",
         zoom="Wheel: zoom, down to single scores" if has_scores else "Wheel: zoom",
     ).replace("__SCRIPT__", SCRIPT)  # fmt: skip

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import checked_mask
-from sparseflash.draw.cells import tile_list
+from sparseflash.blockmask.walks import walk
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -33,24 +33,11 @@ def kinds(mask: BlockMask, pattern: int = 0, *, lengths: tuple[int, int] | None 
     `pattern`, `lengths` as for `shares`. A tile past an end is empty; a tile that an end cuts is partial.
     """
     (row_blocks, col_blocks), block_q, block_k = checked_mask(mask).blocks, mask.block_q, mask.block_k
-    i, j, tile = tile_list(mask, pattern)
-    bits = bitmask.unpack(mask.bits.cpu(), block_k).to(torch.uint8)
+    tiles = walk(mask.to("cpu"), pattern, lengths)
+    bits = bitmask.unpack(tiles.bits, block_k).to(torch.uint8)
     choices = torch.cat([torch.full((1, block_q, block_k), 3, dtype=torch.uint8, device="cpu"), 1 + bits])
     grid = torch.zeros(row_blocks, block_q, col_blocks, block_k, dtype=torch.uint8, device="cpu")
-    grid[i, :, j] = choices[tile]
+    grid[tiles.rows, :, tiles.cols] = choices[tiles.kind]
     drawn = grid.view(row_blocks * block_q, col_blocks * block_k)[: mask.q_len, : mask.k_len]
-    if lengths is not None:
-        drawn = _padded(drawn, *lengths, block_q, block_k)
     found: NDArray[np.uint8] = drawn.numpy()
     return found
-
-
-def _padded(drawn: torch.Tensor, q_stop: int, k_stop: int, block_q: int, block_k: int) -> torch.Tensor:
-    q, k = torch.arange(drawn.shape[0], device="cpu")[:, None], torch.arange(drawn.shape[1], device="cpu")
-    first_q, first_k = q // block_q * block_q, k // block_k * block_k
-    inside = (q < q_stop) & (k < k_stop)
-    whole = (first_q + block_q <= q_stop) & (first_k + block_k <= k_stop)
-    past = (first_q >= q_stop) | (first_k >= k_stop)
-    drawn = torch.where(~whole & (drawn == 3), 2, drawn)
-    drawn = torch.where(~inside & (drawn == 2), 1, drawn)
-    return torch.where(past, 0, drawn).to(torch.uint8)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.csr import entries_of_pattern, take_rows
 
 MOST_RUNS = 3  # the most live runs of a column: between two dead runs and the ends
 
@@ -19,10 +19,8 @@ def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     """
     col_blocks, device = mask.blocks[1], mask.device
     indptr, indices, tile = mask.columns
-    indptr = indptr[p * col_blocks : (p + 1) * col_blocks + 1].long()
-    span = slice(int(indptr[0]), int(indptr[-1]))
+    cols, span = entries_of_pattern(indptr, p, col_blocks)
     rows, tile = indices[span].long(), tile[span].long()
-    cols = row_of_entry(indptr - indptr[0], len(rows))
     words = bitmask.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
     # A score begins a live run if the score above it is dead, and ends one if the score below is. Inside a tile this
     # depends only on the tile; its first and last row depend on the tiles that touch it.
@@ -74,11 +72,7 @@ def _places(
     entry in row `edge_row`, `[E, W]`.
     """
     t, q, k = bitmask.unpack(inside, mask.block_k).nonzero(as_tuple=True)
-    count = torch.bincount(t, minlength=len(inside))
-    before = count.cumsum(0) - count
-    entry = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), count[tile])
-    nth = torch.arange(len(entry), device=rows.device) - (count[tile].cumsum(0) - count[tile])[entry]
-    bit = before[tile[entry]] + nth
+    entry, bit = take_rows(torch.searchsorted(t, torch.arange(len(inside) + 1, device=t.device)), tile)
     on_edge = (edge != 0).any(-1).nonzero()[:, 0]
     which, edge_k = bitmask.unpack(edge[on_edge], mask.block_k).nonzero(as_tuple=True)
     entry, q, k = (

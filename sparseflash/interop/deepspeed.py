@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import checked_mask, integer, plain_tensor
-from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
+from sparseflash.interop.heads import pattern_of_mask, whole_blocks
 
 
 class DeepSpeedLayout(NamedTuple):
@@ -62,13 +62,16 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
     patterns = (len(mask.indptr) - 1) // blocks
     layout = torch.zeros(patterns, blocks, blocks, dtype=torch.int64, device=mask.device)
     for p in range(patterns):
-        part = pattern_of_mask(mask, p)
-        if not cover:
-            no_parts(
-                part, mask.block_q, mask.block_k, "a DeepSpeed layout",
-                "cover=True makes them fully live; DeepSpeed's attn_mask must then say which of their scores are live.",
-            )  # fmt: skip
-        layout[p, part[0], part[1]] = 1
+        rows, cols, tile, _ = pattern_of_mask(mask, p)
+        partial = (tile > 0).nonzero()[:, 0]
+        if len(partial) and not cover:
+            q, k = int(rows[partial[0]]) * mask.block_q, int(cols[partial[0]]) * mask.block_k
+            raise ValueError(
+                f"a DeepSpeed layout must consist of full tiles; got {len(partial)} partial ones, the first with "
+                f"queries {q}..{q + mask.block_q - 1} and keys {k}..{k + mask.block_k - 1}. cover=True makes them "
+                "fully live; DeepSpeed's attn_mask must then say which of their scores are live."
+            )
+        layout[p, rows, cols] = 1
     return DeepSpeedLayout(layout[pattern[0].long()].expand(heads or -1, -1, -1).contiguous(), mask.block_q)
 
 

@@ -122,7 +122,7 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
 def _whole(mask: BlockMask, rows: Tensor, cols: Tensor, tile: Tensor) -> Tensor:
     """Bool `[E]`: the entries in which every score inside the lengths is live."""
     live_q, live_k = mask.q_len - (mask.blocks[0] - 1) * mask.block_q, mask.k_len - (mask.blocks[1] - 1) * mask.block_k
-    counts = torch.cat([tile.new_tensor([mask.block_q * mask.block_k]).long(), bitmask.live_scores(mask.bits)])
+    counts = bitmask.live_scores(bitmask.choices(mask.bits, mask.block_k))
     height = torch.where(rows == mask.blocks[0] - 1, live_q, mask.block_q)
     width = torch.where(cols == mask.blocks[1] - 1, live_k, mask.block_k)
     return counts[tile.long()] == height * width

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from sparseflash import scores
-from sparseflash.blockmask.arguments import flag
 from sparseflash.decode import Backend, attention_with_cache
 from sparseflash.interop.alibi import score_changes
-from sparseflash.interop.tokens_first import check_window, heads_first, refuse_unless
+from sparseflash.interop.flash_attn_varlen import sides
+from sparseflash.interop.tokens_first import heads_first, refuse_unless
 
 
 def flash_attn_with_kvcache(
@@ -55,8 +55,7 @@ def flash_attn_with_kvcache(
     refuse_unless(cache_batch_idx is None or block_table is None, "cache_batch_idx", "None with a block_table", "both")
     queries, keys, values = heads_first(q, "q"), heads_first(k_cache, "k_cache"), heads_first(v_cache, "v_cache")
     batch, heads, q_len, dim = queries.shape
-    check_window(window_size)
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    left, right = sides(window_size, causal)
     if cache_batch_idx is not None:
         block_table = cache_batch_idx[:, None]
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -64,14 +63,14 @@ def flash_attn_with_kvcache(
     filled = room if cache_seqlens is None else cache_seqlens
     lengths = torch.full((batch,), filled, device=q.device) if isinstance(filled, int) else filled
     if rotary_cos is not None and rotary_sin is not None and k is not None:
-        moves = flag(causal, "causal") or not (left is right is None)
+        moves = not (left is right is None)
         queries = rotated(queries, rotary_cos, rotary_sin, lengths, rotary_interleaved, moves=moves)
         k = rotated(heads_first(k, "k"), rotary_cos, rotary_sin, lengths, rotary_interleaved).transpose(1, 2)
     if k is not None and v is not None:
         _write(k_cache, k, lengths, block_table)
         _write(v_cache, v, lengths, block_table)
         lengths = lengths + k.shape[1]
-    together = q_len > 1 and not flag(causal, "causal") and right != 0
+    together = q_len > 1 and right != 0
     if together:
         refuse_unless(
             left is None and (right is None or right >= q_len - 1), "window_size",

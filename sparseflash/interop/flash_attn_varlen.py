@@ -14,7 +14,6 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, dense_tensor, flag
 from sparseflash.blockmask.cache import bounded
 from sparseflash.interop.alibi import alibi_of_sequences, score_changes
-from sparseflash.interop.tokens_first import check_window
 from sparseflash.masks.causal import causal as causal_mask
 from sparseflash.masks.local import local
 from sparseflash.pattern import Pattern
@@ -39,7 +38,7 @@ def packed_attention(
         if dense_tensor(x, name).ndim != 3:
             raise ValueError(f"{name} must have shape [tokens, heads, head dim]; got {list(x.shape)}.")
     left, right = sides(window_size, causal)
-    pattern: Pattern | None = None if left is right is None else _Within(left, right, block)
+    pattern: Pattern | None = None if left is right is None else Within(left, right, block)
     if (left, right) == (None, 0):
         pattern = _causal(block)
     mask, q_stop, k_stop, _ = mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device)
@@ -67,7 +66,7 @@ def packed_attention(
 
 
 @dataclass(frozen=True)
-class _Within:
+class Within:
     """The pattern of a window, which equals every other pattern of the same window, so that masks are kept by it."""
 
     left: int | None
@@ -84,24 +83,28 @@ def _causal(block: Block) -> Pattern:
 
 
 def sides(window_size: Window, causal: bool) -> Window:
-    """`(left, right)`, None for no limit.
+    """`(left, right)`, None for no limit. Raises TypeError unless the window is a pair of ints or None.
 
     >>> sides((32, -1), True)
     (32, 0)
     """
-    check_window(window_size)
-    left, right = (None if side is None or side < 0 else side for side in window_size)
+    given = window_size if isinstance(window_size, tuple | list) else ()
+    if len(given) != 2 or not all(side is None or type(side) is int for side in given):
+        raise TypeError(f"window_size must be (left, right), two ints, -1 for no limit; got {window_size!r}.")
+    left, right = (None if side is None or side < 0 else side for side in given)
     return left, 0 if flag(causal, "causal") else right
 
 
-def window(q_len: int, k_len: int, left: int | None, right: int | None, block: Block) -> BlockMask:
-    """The mask of a window, aligned at the bottom right.
+def window(
+    q_len: int, k_len: int, left: int | None, right: int | None, block: Block, offset: int | None = None
+) -> BlockMask:
+    """The mask of a window, by default aligned at the bottom right; None for no limit.
 
     >>> window(256, 256, None, 0, 64) == causal_mask(256, block=64)
     True
     """
     if (left, right) == (None, 0):
-        return causal_mask(q_len, k_len, block=block)
+        return causal_mask(q_len, k_len, offset=offset, block=block)
     everything = q_len + k_len
     left, right = everything if left is None else left, everything if right is None else right
-    return local(q_len, k_len, left=left, right=right, block=block)
+    return local(q_len, k_len, left=left, right=right, offset=offset, block=block)

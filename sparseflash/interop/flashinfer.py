@@ -11,7 +11,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, boolean, checked_integers, integer, plain_tensor, token_counts
 from sparseflash.blockmask.build import tile_list
 from sparseflash.blockmask.csr import row_of_entry
-from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
+from sparseflash.interop.heads import chosen_block, one_head, whole_blocks
 from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores, scores_of_blocks
 
 
@@ -104,4 +104,4 @@ def from_flashinfer(
         part = rows, cols, torch.zeros_like(rows), part_of_blocks(rows[:0], cols[:0], live.expand(0, size_q, size_k))[3]
     else:
         part = part_of_blocks(rows, cols, live)
-    return mask_of_patterns(q_len, k_len, block_q, block_k, [part], torch.zeros(1, 1, dtype=torch.int64, device="cpu"))
+    return BlockMask._of(q_len, k_len, block_q, block_k, [part])

@@ -25,7 +25,6 @@ from sparseflash.blockmask.arguments import (
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import number_by_first_appearance
 from sparseflash.interop.dead_runs import MOST_RUNS, dead_runs
-from sparseflash.interop.heads import mask_of_patterns
 from sparseflash.interop.interval_tiles import tiles_outside
 
 
@@ -148,7 +147,7 @@ def from_flashmask(
         for f in first.tolist()
     ]
     number = number.view(batch, given).repeat_interleave(heads // given, dim=1)
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, number)
+    return BlockMask._of(q_len, k_len, block_q, block_k, parts, number)
 
 
 def _of_kv_heads(pattern: Tensor, kv_heads: int | None) -> Tensor:

@@ -1,38 +1,19 @@
-"""Patterns of single heads, taken out of a mask or put together into one; shared by the other files."""
+"""Patterns of single heads, taken out of a mask; shared by the other files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, Block, block_pair, checked_mask, integer
-from sparseflash.blockmask.build import Part, arrays_of
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.build import Part
+from sparseflash.blockmask.csr import entries_of_pattern
 
 
 def pattern_of_mask(mask: BlockMask, number: int) -> Part:
     """The tiles of one pattern, ignoring `lengths`: block rows, block columns, tile (all int64), and the words."""
-    row_blocks = mask.blocks[0]
-    indptr = mask.indptr[number * row_blocks : (number + 1) * row_blocks + 1].long()
-    start, stop = int(indptr[0]), int(indptr[-1])
-    rows = row_of_entry(indptr - start, stop - start)
-    return rows, mask.indices[start:stop].long(), mask.tile[start:stop].long(), mask.bits
-
-
-def mask_of_patterns(
-    q_len: int, k_len: int, block_q: int, block_k: int, parts: list[Part], number: Tensor
-) -> BlockMask:
-    """The mask in which head h of batch element b has the pattern `parts[number[b, h]]` (int `[B or 1, Hq or 1]`).
-
-    The parts must be numbered by first appearance, which makes the result canonical.
-    """
-    *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
-    indptr, indices, tile, bits = arrays
-    return BlockMask(
-        q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern[0][number.long()].contiguous()
-    )
+    rows, span = entries_of_pattern(mask.indptr, number, mask.blocks[0])
+    return rows, mask.indices[span].long(), mask.tile[span].long(), mask.bits
 
 
 def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) -> Part:
@@ -73,15 +54,4 @@ def whole_blocks(mask: BlockMask, format: str, remedy: str) -> None:
         raise ValueError(
             f"{format} must consist of whole blocks; got {mask.q_len} x {mask.k_len} tokens in blocks of "
             f"{mask.block_q} x {mask.block_k}. {remedy}"
-        )
-
-
-def no_parts(part: Part, block_q: int, block_k: int, format: str, remedy: str) -> None:
-    """Raises ValueError for partial tiles, naming the first."""
-    partial = (part[2] > 0).nonzero()
-    if len(partial):
-        i, j = int(part[0][partial[0]]), int(part[1][partial[0]])
-        raise ValueError(
-            f"{format} must consist of full tiles; got {len(partial)} partial ones, the first with queries "
-            f"{i * block_q}..{(i + 1) * block_q - 1} and keys {j * block_k}..{(j + 1) * block_k - 1}. {remedy}"
         )

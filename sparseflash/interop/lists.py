@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list
-from sparseflash.interop.heads import mask_of_patterns
 from sparseflash.interop.lookup import MaskMod
 
 Lists = tuple[Tensor, Tensor]  # counts int32 [B, H, M], indices int32 [B, H, M, width]
@@ -81,7 +80,7 @@ def mask_of_lists(
                 words[used],
             )
         )
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(count, device="cpu").view(*batch))
+    return BlockMask._of(q_len, k_len, block_q, block_k, parts, torch.arange(count, device="cpu").view(*batch))
 
 
 def _entries(lists: Lists, row_blocks: int, col_blocks: int, name: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,11 +19,7 @@ def causal(offset: int = 0) -> Rule:
     >>> causal()(0, 0, 4, 4), causal()(0, 0, 4, 5), causal(1)(0, 0, 4, 5)
     (True, False, True)
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return k <= q + offset
-
-    return live
+    return lambda b, h, q, k: k <= q + offset
 
 
 def window(left: int, right: int) -> Rule:
@@ -32,11 +28,7 @@ def window(left: int, right: int) -> Rule:
     >>> [window(2, 0)(0, 0, 4, k) for k in range(6)]
     [False, False, True, True, True, False]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k >= q - left) & (k <= q + right)
-
-    return live
+    return lambda b, h, q, k: (k >= q - left) & (k <= q + right)
 
 
 def dilated(left: int, right: int, step: int) -> Rule:
@@ -45,11 +37,7 @@ def dilated(left: int, right: int, step: int) -> Rule:
     >>> [dilated(4, 0, 2)(0, 0, 4, k) for k in range(6)]
     [True, False, True, False, True, False]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k >= q - left) & (k <= q + right) & ((q - k) % step == 0)
-
-    return live
+    return lambda b, h, q, k: (k >= q - left) & (k <= q + right) & ((q - k) % step == 0)
 
 
 def prefix(tokens: int, offset: int = 0) -> Rule:
@@ -58,11 +46,7 @@ def prefix(tokens: int, offset: int = 0) -> Rule:
     >>> [prefix(3)(0, 0, 1, k) for k in range(5)]
     [True, True, True, False, False]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k < tokens) | (k <= q + offset)
-
-    return live
+    return lambda b, h, q, k: (k < tokens) | (k <= q + offset)
 
 
 def sinks(tokens: int, left: int, right: int) -> Rule:
@@ -71,11 +55,7 @@ def sinks(tokens: int, left: int, right: int) -> Rule:
     >>> [sinks(1, 1, 0)(0, 0, 3, k) for k in range(5)]
     [True, False, True, True, False]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k <= q + right) & ((k >= q - left) | (k < tokens))
-
-    return live
+    return lambda b, h, q, k: (k <= q + right) & ((k >= q - left) | (k < tokens))
 
 
 def global_tokens(tokens: int, left: int, right: int) -> Rule:
@@ -84,11 +64,7 @@ def global_tokens(tokens: int, left: int, right: int) -> Rule:
     >>> [global_tokens(1, 1, 1)(0, 0, 3, k) for k in range(6)]
     [True, False, True, True, True, False]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return ((k >= q - left) & (k <= q + right)) | (q < tokens) | (k < tokens)
-
-    return live
+    return lambda b, h, q, k: ((k >= q - left) & (k <= q + right)) | (q < tokens) | (k < tokens)
 
 
 def runs(start: Tensor, stop: Tensor) -> Rule:
@@ -98,11 +74,7 @@ def runs(start: Tensor, stop: Tensor) -> Rule:
     >>> [bool(runs(torch.tensor([0, 2]), torch.tensor([2, 4]))(0, 0, 1, k)) for k in range(5)]
     [False, False, True, True, False]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (k >= start[q]) & (k < stop[q])
-
-    return live
+    return lambda b, h, q, k: (k >= start[q]) & (k < stop[q])
 
 
 def padded(rule: Rule, q_lengths: Tensor, k_lengths: Tensor) -> Rule:
@@ -113,8 +85,4 @@ def padded(rule: Rule, q_lengths: Tensor, k_lengths: Tensor) -> Rule:
     >>> [bool(padded(causal(), lengths, lengths)(b, 0, 2, 0)) for b in (0, 1)]
     [False, True]
     """
-
-    def live(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return rule(b, h, q, k) & (q < q_lengths[b]) & (k < k_lengths[b])
-
-    return live
+    return lambda b, h, q, k: rule(b, h, q, k) & (q < q_lengths[b]) & (k < k_lengths[b])

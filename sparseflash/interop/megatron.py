@@ -9,10 +9,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from sparseflash.attention import attention
+from sparseflash.interop.flash_attn_varlen import Within
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.interop.tokens_first import refuse_unless
 from sparseflash.masks.causal import causal
-from sparseflash.masks.local import local
 from sparseflash.nn.layer_mask import LayerMask
 from sparseflash.pattern import Pattern, check_pattern
 from sparseflash.scores import sink
@@ -42,11 +42,7 @@ class SparseDotProductAttention(DotProductAttention):  # type: ignore[misc]
         own: Pattern | None = pattern
         if own is None and window is not None:
             left, right = window
-
-            def own(q_len: int, k_len: int | None = None) -> Any:
-                k_len = q_len if k_len is None else k_len
-                return local(q_len, k_len, left=q_len + k_len if left < 0 else left, right=max(right, 0))
-
+            own = Within(None if left < 0 else left, max(right, 0), 128)
         elif own is None and self.attn_mask_type in _CAUSAL:
             own = causal
         self._within = own

@@ -13,7 +13,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.blockmask.build import Part, tile_list
 from sparseflash.blockmask.csr import row_of_entry
-from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
+from sparseflash.interop.heads import chosen_block, one_head, whole_blocks
 from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores, scores_of
 
 
@@ -82,7 +82,7 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     q_len, k_len = token_counts(*matrices[0].shape)
     block_q, block_k = chosen_block(block, matrices[0].blocksize if matrices[0].format == "bsr" else None)
     parts = [_part(one, q_len, k_len, block_q, block_k) for one in matrices]
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(1, -1))
+    return BlockMask._of(q_len, k_len, block_q, block_k, parts)
 
 
 def _part(matrix: Any, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, integer, plain_tensor, token_counts
-from sparseflash.blockmask.build import arrays_of
 
 
 def to_sdpa(mask: BlockMask) -> Tensor:
@@ -84,4 +83,5 @@ def _seen_by_all_queries(keys: Tensor, q_len: int, block: Block) -> BlockMask:
         kind = torch.arange(1, len(some) + 1, device=live.device).repeat(row_blocks)
         words = bitmask.pack(live[some][:, None, :].expand(-1, block_q, -1))
         parts.append((i, some.repeat(row_blocks), kind, words))
-    return BlockMask(q_len, k_len, block_q, block_k, *arrays_of(q_len, k_len, block_q, block_k, parts, batch, heads))
+    numbers = torch.arange(len(parts), device="cpu").view(batch, heads)
+    return BlockMask._of(q_len, k_len, block_q, block_k, parts, numbers)

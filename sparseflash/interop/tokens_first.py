@@ -29,13 +29,3 @@ def refuse_unless(usual: bool, name: str, wanted: str, got: object) -> None:
     """
     if not usual:
         raise ValueError(f"{name} must be {wanted}; got {got!r}.")
-
-
-def check_window(window_size: object) -> None:
-    """Raises TypeError unless this is a pair of ints or None.
-
-    >>> check_window((-1, None))
-    """
-    sides = window_size if isinstance(window_size, tuple | list) else ()
-    if len(sides) != 2 or not all(side is None or type(side) is int for side in sides):
-        raise TypeError(f"window_size must be (left, right), two ints, -1 for no limit; got {window_size!r}.")

@@ -11,7 +11,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, token_counts
 from sparseflash.blockmask.build import Part, tile_list
 from sparseflash.blockmask.csr import row_of_entry
-from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
+from sparseflash.interop.heads import chosen_block, one_head, whole_blocks
 from sparseflash.interop.scores import blocks_of, part_of_blocks, part_of_scores, scores_of, scores_of_blocks
 
 
@@ -87,7 +87,7 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
     own = matrices[0].values().shape[1:] if matrices[0].layout == torch.sparse_bsr else None
     block_q, block_k = chosen_block(block, own)
     parts = [_part(one, q_len, k_len, block_q, block_k) for one in matrices]
-    return mask_of_patterns(q_len, k_len, block_q, block_k, parts, torch.arange(len(parts), device="cpu").view(1, -1))
+    return BlockMask._of(q_len, k_len, block_q, block_k, parts)
 
 
 def _part(matrix: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:

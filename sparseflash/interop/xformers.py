@@ -13,8 +13,8 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, dense_tensor
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.ops.place import place
+from sparseflash.interop.flash_attn_varlen import window
 from sparseflash.interop.tokens_first import refuse_unless
-from sparseflash.masks.local import local
 from sparseflash.scaled_dot_product import live_and_bias
 
 _masks = BoundedDict(32)
@@ -174,11 +174,7 @@ def _made(
         if not (q_size and k_size):
             continue
         if (q_size, k_size) not in own:
-            everything = q_size + k_size
-            own[q_size, k_size] = local(
-                q_size, k_size, left=everything if left is None else left,
-                right=everything if right is None else right, offset=k_size - q_size if at_bottom else 0, block=block,
-            )  # fmt: skip
+            own[q_size, k_size] = window(q_size, k_size, left, right, block, offset=None if at_bottom else 0)
         parts.append((own[q_size, k_size], q, k))
     if not parts:
         return BlockMask.from_function(lambda q, k: q < 0, q_len, k_len, block=block)

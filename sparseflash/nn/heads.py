@@ -107,18 +107,15 @@ def check_features(x: Tensor, name: str, features: int) -> None:
         raise ValueError(f"{name} must have shape [batch, tokens, {features}]; got {list(x.shape)}.")
 
 
-def dense_if_none(mask: BlockMask | None, q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """The mask, or a dense mask if it is None, so that it can take lengths."""
-    return BlockMask.dense(q_len, k_len).to(device) if mask is None else mask
-
-
 def padded(
     mask: BlockMask | None, q_len: int, k_len: int, device: torch.device, **lengths: Lengths | None
 ) -> BlockMask | None:  # fmt: skip
     """The mask without tokens past the lengths, which are named as for `with_lengths`."""
     if all(each is None for each in lengths.values()) or q_len == 0 or k_len == 0:
         return mask
-    return dense_if_none(mask, q_len, k_len, device).with_lengths(**lengths)
+    if mask is None:
+        mask = BlockMask.dense(q_len, k_len).to(device)
+    return mask.with_lengths(**lengths)
 
 
 def check_dropout(dropout: float) -> None:

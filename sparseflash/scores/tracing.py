@@ -325,12 +325,3 @@ class _Recorder:
                     raise Refused("an index that is no integer")
                 indices[at] = number
         return self._entry(_Entries(entries.tensor, tuple(indices)))
-
-
-def named_operations() -> list[str]:
-    """The names of PyTorch's operators that can be recorded.
-
-    >>> "tanh" in named_operations(), "cumsum" in named_operations()
-    (True, False)
-    """
-    return sorted({*RECORDED, *FILLED, *SAME, "index", "select", "lift_fresh"} - {"and", "or", "xor", "not", *PLACES})

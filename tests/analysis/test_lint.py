@@ -9,7 +9,7 @@ from sparseflash.analysis.connectivity import causal_gap, gap
 from sparseflash.analysis.layers import elements
 from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.analysis.tokens import blind_queries, future_scores, see_previous, unseen_keys
-from sparseflash.analysis.walks import walks
+from sparseflash.blockmask.walks import walks
 from tests.drawn.masks import block_masks, blocks, dense_masks, lengths
 
 MASKS = st.tuples(st.integers(1, 2), st.integers(1, 2)).flatmap(lambda sizes: block_masks(160, (16, 32, 64), *sizes))

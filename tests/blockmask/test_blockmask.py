@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from sparseflash import BlockMask, masks
-from sparseflash.blockmask import bitmask, csr, stats
+from sparseflash.blockmask import bitmask, csr
 from tests.blockmask.mask_values import ARRAYS, MANY, MOST, assert_same, dense_with_block, window
 from tests.drawn.masks import block_masks
 from tests.watched.largest_tensor import LargestTensor
@@ -24,9 +24,8 @@ def test_density_is_the_mean_of_the_dense_mask(mask):
     assert mask.density == mask.density
 
 
-def test_density_with_lengths_is_the_same_in_chunks(monkeypatch):
+def test_density_with_lengths_is_the_mean_of_the_live_scores():
     mask = masks.local(300, window=70, block=16).with_lengths(torch.tensor([0, 5, 150, 299, 300]))
-    monkeypatch.setattr(stats, "SCORES_AT_ONCE", 16 * 16 * 3)
     assert mask.density == pytest.approx(mask.to_dense().double().mean().item(), abs=1e-12)
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import sparseflash
 from sparseflash import BlockMask, __version__, analysis, attention, interop, masks
 from sparseflash import cli as command_line
-from sparseflash.cli import bench, certificate, check, convert, expression, info, mask_mods, output
+from sparseflash.cli import bench, certificate, convert, expression, info, mask_mods, output
 from sparseflash.cli.app import app
 from sparseflash.cli.expression import mask_of
 from sparseflash.cli.inputs import drawn
@@ -287,17 +287,18 @@ HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 4
     ("mask", "options"),
     [
         (masks.butterfly(256, block=32), {}),
-        (masks.causal(100, 170, block=32), {"dim": 16}),
+        (masks.causal(100, 170, block=32), {"head_dim": 16}),
         (RAGGED, {"kv_heads": 1}),
         (HOLES, {"heads": 1}),
         (masks.causal(200, block=32).with_lengths([150, 0, 200]), {}),
-        (masks.local(200, window=60, block=32), {"dtype": torch.bfloat16}),
-        (masks.causal(2), {"dim": 16, "seed": 33}),
+        (masks.local(200, window=60, block=32), {"dtype": "bf16"}),
+        (masks.causal(2), {"head_dim": 16, "seed": 33}),
     ],
 )
 def test_attention_is_exact_by_its_yardstick(mask, options):
-    chosen = {"heads": 2, "kv_heads": None, "dim": 32, "dtype": torch.float32, "backend": None, "seed": 0, **options}
-    errors = check.errors(mask, **chosen)
+    heads = max(mask.shape[1], options.get("heads", 2))
+    chosen = {"dtype": "fp32", "head_dim": 32, "heads": heads, "kv_heads": heads, "seed": 0, **options}
+    errors = certificate.errors_of(mask, certificate.Case(**chosen))
     assert list(errors) == ["out", "lse", "dq", "dk", "dv"]
     assert all(0 <= error <= 1 for error in errors.values()) and max(errors.values()) > 0
 
@@ -310,8 +311,8 @@ def test_check_tells_errors_and_ends_with_one_where_attention_is_wrong(monkeypat
         out, lse = right(*inputs, return_lse=True, backend=backend)
         return (out if backend == "reference" else out * 1.001), lse
 
-    right = check.attention
-    monkeypatch.setattr(check, "attention", wrong)
+    right = certificate.attention
+    monkeypatch.setattr(certificate, "attention", wrong)
     assert "Not exact" in run("check", "local(100, window=30, block=32)", "--head-dim", "16", *CPU, code=1)
 
 
@@ -395,7 +396,7 @@ def test_a_peer_that_fails_or_gives_nan_takes_no_others_times_away(monkeypatch):
 
 def test_what_is_not_exact_is_not_timed(monkeypatch):
     monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("it was timed"))
-    monkeypatch.setattr(check, "errors", lambda *_, **__: {"out": 1.5})
+    monkeypatch.setattr(certificate, "errors_of", lambda *_: {"out": 1.5})
     assert "must be exact to be timed" in run("bench", "local(100, window=30, block=32)", *CPU, code=2)
 
 
@@ -920,7 +921,7 @@ def test_a_certificate_tells_machine_cases_and_errors(tmp_path, monkeypatch):
     cases = {(case["head_dim"], case["kv_heads"], case["seed"]) for case in found["cases"]}
     assert cases == {(dim, kv, seed) for dim in (8, 16) for kv in (1, 2) for seed in (0, 1, 2)}
     assert all(0 <= error <= 1 for case in found["cases"] for error in case["errors"].values())
-    monkeypatch.setattr(check, "errors", lambda *_, **__: dict.fromkeys(check.NAMES, 1.5))
+    monkeypatch.setattr(certificate, "errors_of", lambda *_: {"out": 1.5})
     run(*quick, code=1)
     assert json.loads(kept.read_text())["exact"] is False
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sparseflash import BlockMask, masks
-from sparseflash.draw.cells import shares, tile_list
+from sparseflash.blockmask.walks import walk
+from sparseflash.draw.cells import shares
 from sparseflash.draw.page import MOST_PANELS, to_page
 from sparseflash.draw.page_script import SCRIPT
 from sparseflash.draw.scores import kinds
@@ -55,8 +56,9 @@ def test_a_page_holds_every_score_of_masks_that_are_not_too_large():
     assert np.array_equal(words, mask.bits.numpy()) and page["block"] == [32, 16]
     for panel, pattern in zip(page["panels"], range(2)):
         tiles, kinds = (np.frombuffer(base64.b64decode(panel[name]), "<u4") for name in ("tiles", "kinds"))
-        rows, cols, kind = tile_list(mask, pattern)
-        assert np.array_equal(tiles, (rows * mask.blocks[1] + cols).numpy()) and np.array_equal(kinds, kind.numpy())
+        own = walk(mask, pattern)
+        assert np.array_equal(tiles, (own.rows * mask.blocks[1] + own.cols).numpy())
+        assert np.array_equal(kinds, own.tile.numpy())
     assert "down to single scores" in to_page(mask)
     large = to_page(masks.random_blocks(65_536, count=400, block=128))
     assert "bits" not in data_of(large) and "down to single scores" not in large

@@ -61,7 +61,7 @@ _LIBRARY = {
     "testing": "backends/reference.py blockmask scores validation.py",
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
-    "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
+    "backends/cached.py": "backends/reference.py blockmask scores",
     "backends/reference.py": "blockmask scores",
     "backends/chosen_blocks.py": "backends backends/selected.py backends/triton/selected",
     "backends/selected.py": "backends backends/triton/selected",
@@ -73,9 +73,8 @@ _LIBRARY = {
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
     "backends/triton/hopper:device backends/triton/hopper/learned.py backends/triton/launch backends/triton/portable "
     "backends/triton/schedule blockmask scores",
-    "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
-    "blockmask",
-    "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
+    "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule",
+    "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask",
     "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "

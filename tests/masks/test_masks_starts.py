@@ -39,14 +39,14 @@ def by_lists(count, device="cpu"):
     return BlockMask.from_block_index(chosen.to(device), q_len=16 * count, k_len=80, block=16)
 
 
-@pytest.mark.parametrize(("make", "module"), [(by_scores, rows), (by_lists, index)])
+@pytest.mark.parametrize(("make", "module", "last"), [(by_scores, rows, "_listing"), (by_lists, index, "_storing")])
 @pytest.mark.parametrize(("count", "most"), [(3, 2048), (MANY, 2 * MANY), (MANY, 2 * MANY - 1)])
-def test_sums_by_the_kernels_are_those_of_an_operation(make, module, count, most):
+def test_sums_by_the_kernels_are_those_of_an_operation(make, module, last, count, most):
     assert starts.MOST_SUMMED >= 2048 > starts._AT_ONCE.value
     at_once = mock.patch.object(starts, "_AT_ONCE", tl.constexpr(AT_ONCE))
     with by("operations"):
         want = make(count)
-    launches = mock.patch.object(module, "_kernels", wraps=module._kernels)
+    launches = mock.patch.object(module, last, wraps=getattr(module, last))
     with by("kernels"), mock.patch.object(module, "MOST_SUMMED", most), at_once, launches as asked:
         got = make(count)
     assert asked.call_args.args[-1] == (2 * count > most)

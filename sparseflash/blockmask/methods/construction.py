@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_device, token_counts
-from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of, arrays_of_rows
+from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of_rows
 from sparseflash.blockmask.by_name import by_name
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
@@ -93,10 +93,7 @@ def from_function(
     with one_thread(q_len * k_len <= SCORES_AT_ONCE):
         parts, numbers = tiles_of_rule(live, batch, heads, q_len, k_len, (block_q, block_k), candidates, device)
     with one_thread():
-        *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
-        indptr, indices, tile, bits = arrays
-        pattern = pattern[0][numbers.to(pattern.device)].contiguous()
-        return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
+        return cls._of(q_len, k_len, block_q, block_k, parts, numbers)
 
 
 @by_name

@@ -13,8 +13,8 @@ from sparseflash.blockmask.arguments import checked_device
 from sparseflash.blockmask.cache import SMALL_MASK, BoundedDict, mask_cache, once
 from sparseflash.blockmask.compiling import constant_if_its_mask_is, is_faking
 from sparseflash.blockmask.csr import stored_tiles
-from sparseflash.blockmask.dynamic import canonical_arrays_of
 from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.patterns import patterns_of_mask
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.streams import is_capturing
 from sparseflash.blockmask.transfer import to_device
@@ -101,7 +101,12 @@ def canonical(mask: BlockMask) -> BlockMask:
         raise ValueError("mask must lie on a device that holds its contents; got the meta device, which has none.")
     if not mask.dynamic:
         return mask
-    made = once(mask_cache(mask.indices), "canonical", lambda: type(mask)(*mask._numbers(), *canonical_arrays_of(mask)))
+    from sparseflash.blockmask.ops.tilelist import mask_of_patterns
+
+    made = once(
+        mask_cache(mask.indices), "canonical",
+        lambda: mask_of_patterns(mask, patterns_of_mask(mask), mask.bits, mask.pattern.long(), None),
+    )  # fmt: skip
     return made if mask.lengths is None else made._padded(mask.lengths)
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import has_integers, plain_tensor, tensor_of
+from sparseflash.blockmask.csr import take_rows
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.tilelist import (
     TileList,
     mask_of,
-    take_rows,
     tiles_of,
 )
 from sparseflash.blockmask.ops.transpose import transpose

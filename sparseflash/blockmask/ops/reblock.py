@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair
+from sparseflash.blockmask.csr import take_rows
 from sparseflash.blockmask.ops.tilelist import TileList, compose, in_chunks, mask_of, tiles_of
 
 
@@ -40,11 +41,8 @@ def _split(made: TileList, block_q: int, block_k: int) -> TileList:
     live = (pieces != 0).any(-1).any(-1).view(-1, down * across)
     live = torch.cat([live.new_ones(1, down * across), live])
     kind_of_piece, piece = live.nonzero(as_tuple=True)
-    counts = live.sum(1)
-    first = counts.cumsum(0) - counts
-    source = torch.repeat_interleave(torch.arange(len(made.row), device=made.row.device), counts[made.kind])
-    before = counts[made.kind].cumsum(0) - counts[made.kind]
-    which = torch.arange(len(source), device=source.device) - before[source] + first[made.kind[source]]
+    starts = torch.searchsorted(kind_of_piece, torch.arange(len(live) + 1, device=live.device))
+    source, which = take_rows(starts, made.kind)
     kind, piece = kind_of_piece[which], piece[which]
     new_rows = -(-made.q_len // block_q)
     pattern, i = made.row[source] // row_blocks, made.row[source] % row_blocks

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.build import arrays_of_patterns, arrays_of_tiles
-from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.blockmask.csr import row_of_entry, take_rows
 from sparseflash.blockmask.patterns import Pattern
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct
@@ -69,17 +69,6 @@ def mask_of_patterns(
 
 def _padded(mask: BlockMask, lengths: Tensor | None) -> BlockMask:
     return mask if lengths is None else mask.with_lengths(q_lengths=lengths[0], k_lengths=lengths[1])
-
-
-def take_rows(indptr: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of some CSR rows, which may repeat: `(which, entry)`, where entry `entry[n]` is in row
-    `rows[which[n]]`.
-    """
-    starts = indptr[rows].long()
-    counts = indptr[rows + 1].long() - starts
-    which = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
-    first = counts.cumsum(0) - counts
-    return which, torch.arange(len(which), device=rows.device) + (starts - first)[which]
 
 
 def take_patterns(mask: BlockMask, chosen: Tensor) -> tuple[Tensor, Tensor]:

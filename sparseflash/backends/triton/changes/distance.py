@@ -16,7 +16,7 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest, examples_of
 from sparseflash.backends.triton.changes.hopper_key_bias import hopper_finish_head, hopper_start
 from sparseflash.backends.triton.changes.key_bias import start
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.device_functions.softmax import LN2
 from sparseflash.backends.triton.hopper.configs import BLOCK
@@ -33,6 +33,7 @@ from sparseflash.backends.triton.hopper.scores import (
 from sparseflash.backends.triton.hopper.scores import (
     distances as distances_of_tile,
 )
+from sparseflash.backends.triton.launch.launches import SOME_PARTS
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.hopper.learned import HopperCall
@@ -104,20 +105,18 @@ class DistanceKind(Kind):
         self.facts["IS_LOG"] = bool(change.is_log)
         if any(wanted):
             self.rows = {"start": start, "gradient": gradient, "finish": finish}
-            self.learned_rows = (torch.empty(16, dtype=torch.float32, device="meta"),)
+            self.learned = Memory((SOME_PARTS,))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
         return (aligned_start(change.slopes.contiguous()),)
 
-    def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return ((call.empty_of_queries(),) if self.learned_rows else ()), ()
+    def memory(self, change: Any, call: Call, planned: Any) -> Memory:
+        return Memory((call.empty_of_queries(),)) if self.learned.rows else Memory()
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        if not rows:
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
+        if not written.rows:
             return [None]
-        return [call.sums_by_head(rows[0].sum(1, keepdim=True)).squeeze(1)]
+        return [call.sums_by_head(written.rows[0].sum(1, keepdim=True)).squeeze(1)]
 
 
 # ---------------------------------------------------------------------- the Hopper kernels

@@ -73,7 +73,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Functions
-from sparseflash.backends.triton.launch.launches import like
+from sparseflash.backends.triton.launch.launches import SOME_PARTS, like
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe
 
 if TYPE_CHECKING:
@@ -84,8 +84,6 @@ if TYPE_CHECKING:
 # The fewest numbers that the backward's loading warp passes to the warpgroups in a step. With fewer, the buffers of
 # plain kernels would move, and plain kernels have been measured with this layout.
 _LEAST_SENT = 5
-# An example of memory for sums. Compiled kernels do not depend on its size.
-_SOME_SUMS = torch.empty(16, dtype=torch.float32, device="meta")
 
 
 class Units(NamedTuple):
@@ -225,7 +223,7 @@ class HopperChanged:
             if each.describe_learned is not None:
                 self.described["learned_desc"] = each.describe_learned
         self.examples = self._arguments([each.examples for each in kinds]) | self.memory_arguments(
-            [Given((_SOME_SUMS,)) if each.sums is not None else each.learned_examples for each in kinds]
+            [Given((SOME_PARTS,)) if each.sums is not None else each.learned_examples for each in kinds]
         )
         self.merging = self._merged([each.examples for each in kinds])
         self.numbers: dict[str, Any] = {}

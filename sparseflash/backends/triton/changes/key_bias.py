@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.changes.pair_bias import readable, strides_where_shared
 from sparseflash.backends.triton.device_functions.loads import along_keys, token_numbers
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
+from sparseflash.backends.triton.launch.launches import SOME_PARTS
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
@@ -62,15 +63,13 @@ class KeyBiasKind(Kind):
         self.numbers = (strides_where_shared(readable(change.values)),)
         if any(wanted):
             self.columns = {"start": start, "gradient": gradient, "finish": finish}
-            self.learned_columns = (torch.empty(16, dtype=torch.float32, device="meta"),)
+            self.learned = Memory(columns=(SOME_PARTS,))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
         return (readable(change.values),)
 
-    def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return (), ((call.empty_of_keys(),) if self.learned_columns else ())
+    def memory(self, change: Any, call: Call, planned: Any) -> Memory:
+        return Memory(columns=(call.empty_of_keys(),)) if self.learned.columns else Memory()
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        return [over_shared(call.sums_by_key(columns[0]), change.values) if columns else None]
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
+        return [over_shared(call.sums_by_key(written.columns[0]), change.values) if written.columns else None]

@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.scores.change import Change
-
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
     from sparseflash.backends.triton.schedule.plan import Plan
@@ -83,15 +81,20 @@ class Request(NamedTuple):
     block: tuple[int, int] | None = None  # of the mask, or None if it has lengths
 
 
+class Memory(NamedTuple):
+    """Memory for the gradients of tensors, by the kernel that writes it; empty if no tensor is learned."""
+
+    rows: tuple[Tensor, ...] = ()  # dq_kernel
+    columns: tuple[Tensor, ...] = ()  # dk_dv_kernel
+
+
 class Kind:
     """One score modification, prepared for tensors of one layout."""
 
     numbers: tuple[Any, ...] = ()  # floats, and strides; Triton may specialise on these
     numbers_of_rows: tuple[Any, ...] = ()  # further ones for dq_kernel alone
     whole: tuple[int, ...] = ()  # integers that Triton must not specialise on
-    # Examples of the memory for gradients, on the meta device; empty if no tensor is learned.
-    learned_rows: tuple[Tensor, ...] = ()
-    learned_columns: tuple[Tensor, ...] = ()
+    learned = Memory()  # examples, on the meta device
 
     def __init__(self, applied: Mapping[str, Any]) -> None:
         """applied: `begin`, `load` and `apply`; empty for a sink, which changes no scores."""
@@ -110,14 +113,11 @@ class Kind:
     def planned(self, plan: Plan) -> Any:
         return None
 
-    def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Memory for the gradients of one call: `(tensors that dq_kernel writes, tensors that dk_dv_kernel writes)`."""
-        return (), ()
+    def memory(self, change: Any, call: Call, planned: Any) -> Memory:
+        return Memory()
 
-    def gradients(
-        self, change: Change, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """The gradient of each tensor of the score modification. rows, columns: the tensors of `memory`, written."""
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
+        """The gradient of each tensor of the score modification."""
         return [None] * len(change.tensors())
 
 

@@ -74,7 +74,7 @@ class Changed:
         if part == "forward":
             return {}
         rows = part == "rows"
-        return memory_argument([kind.learned_rows if rows else kind.learned_columns for kind in self.applied])
+        return memory_argument([kind.learned.rows if rows else kind.learned.columns for kind in self.applied])
 
     def tensors(self, changes: Scores, device: torch.device) -> dict[str, Any]:
         found = [kind.tensors(change, device) for kind, change in zip(self.all, changes.changes)]

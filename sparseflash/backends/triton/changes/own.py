@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.changes.own_source import HEADER, Load, Source
 from sparseflash.backends.triton.changes.pair_bias import are_all_live, store_pair_gradients, strides_of_all_pairs
 from sparseflash.backends.triton.changes.softcap import has_hardware_tanh, tanh
@@ -26,6 +26,7 @@ from sparseflash.backends.triton.changes.table import add_table_gradients
 from sparseflash.backends.triton.device_functions import arithmetic
 from sparseflash.backends.triton.device_functions.arithmetic import product
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.launch.launches import SOME_PARTS
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.function import Function
 
@@ -181,8 +182,7 @@ class OwnKind(Kind):
         if made.sums["keys"] is not None:
             self.columns |= {"start": start_columns, "finish": finish}
         of_keys = [load.way for load in self._loads].count("keys")
-        some = torch.empty(16, dtype=torch.float32, device="meta")
-        self.learned_rows, self.learned_columns = (some,) * (len(self._loads) - of_keys), (some,) * of_keys
+        self.learned = Memory((SOME_PARTS,) * (len(self._loads) - of_keys), (SOME_PARTS,) * of_keys)
         self._has_pairs = any(load.way == "pairs" for load in self._loads)
         self.numbers_of_rows = (strides_of_all_pairs(request) if self._has_pairs else (),)
 
@@ -192,24 +192,22 @@ class OwnKind(Kind):
     def planned(self, plan: Plan) -> bool:
         return are_all_live(plan, self._block) if self._has_pairs else False
 
-    def memory(self, change: Function, call: Call, planned: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def memory(self, change: Function, call: Call, planned: bool) -> Memory:
         make = {
             "queries": lambda load: call.empty_of_queries(), "keys": lambda load: call.empty_of_keys(),
             "pairs": lambda load: call.empty_of_pairs(torch.float32, all_live=planned),
             "table": lambda load: call.zeros_of_programs(load.entries(change.given[load.tensor])),
         }  # fmt: skip
         rows = tuple(make[load.way](load) for load in self._loads if load.way != "keys")
-        return rows, tuple(make[load.way](load) for load in self._loads if load.way == "keys")
+        return Memory(rows, tuple(make[load.way](load) for load in self._loads if load.way == "keys"))
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
         sums = {
             "queries": call.sums_by_query, "keys": call.sums_by_key, "pairs": lambda x: x,
             "table": call.sums_by_batch_and_head,
         }  # fmt: skip
         found: list[Tensor | None] = [None] * len(change.given)
-        of_rows, of_columns = iter(rows), iter(columns)
+        of_rows, of_columns = map(iter, written)
         for load in self._loads:
             part = next(of_columns if load.way == "keys" else of_rows)
             gradient = load.gradient(sums[load.way](part), change.given[load.tensor])

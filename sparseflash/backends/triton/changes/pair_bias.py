@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
 from sparseflash.limits import FAR
@@ -117,23 +117,21 @@ class PairBiasKind(Kind):
             self.rows = {"gradient": gradient}
             self.numbers_of_rows = (strides_of_all_pairs(request),)
             dtype = dtype_of_parts(change.values, request[:4])
-            self.learned_rows = (torch.empty(16, dtype=dtype, device="meta"),)
+            self.learned = Memory((torch.empty(16, dtype=dtype, device="meta"),))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
         return (readable(change.values),)
 
     def planned(self, plan: Plan) -> bool:
-        return are_all_live(plan, self._block) if self.learned_rows else False
+        return are_all_live(plan, self._block) if self.learned.rows else False
 
-    def memory(self, change: Any, call: Call, planned: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        if not self.learned_rows:
-            return (), ()
-        return (call.empty_of_pairs(self.learned_rows[0].dtype, all_live=planned),), ()
+    def memory(self, change: Any, call: Call, planned: bool) -> Memory:
+        if not self.learned.rows:
+            return Memory()
+        return Memory((call.empty_of_pairs(self.learned.rows[0].dtype, all_live=planned),))
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        return [over_shared(rows[0], change.values) if rows else None]
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
+        return [over_shared(written.rows[0], change.values) if written.rows else None]
 
 
 def readable(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest, examples_of
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.device_functions.softmax import LOG2E, exp2_rounded, finite_maximum
 from sparseflash.backends.triton.launch.gradient_sums import sink_gradient
 
@@ -53,9 +53,7 @@ class SinkKind(Kind):
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
         return (aligned_start(change.logits.contiguous()),)
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
         return [sink_gradient(change.logits, call.lse, call.drow) if self._wanted else None]
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.launch.launches import SOME_PARTS
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
@@ -242,7 +243,7 @@ class TableKind(Kind):
             self.rows = {"gradient": gradient_codes}
             if self._has_runs:
                 self.rows = {"start": start_runs, "gradient": gradient_runs, "finish": finish_runs}
-            self.learned_rows = torch.empty(16, device="meta"), torch.empty(16, dtype=torch.int32, device="meta")
+            self.learned = Memory((SOME_PARTS, torch.empty(16, dtype=torch.int32, device="meta")))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
         """The entries of codes, `[Hq, C]`; then either the last code of each code's run, int32 `[C + 1]`, or the codes
@@ -253,15 +254,13 @@ class TableKind(Kind):
         codes = (change.until,) if self._has_runs else (change.q_codes, change.k_codes)
         return values, *(aligned_start(x.contiguous()) for x in codes)
 
-    def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        if not self.learned_rows:
-            return (), ()
-        return (call.zeros_of_programs(self.whole[1]), aligned_start(change.buckets.contiguous())), ()
+    def memory(self, change: Any, call: Call, planned: Any) -> Memory:
+        if not self.learned.rows:
+            return Memory()
+        return Memory((call.zeros_of_programs(self.whole[1]), aligned_start(change.buckets.contiguous())))
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        return [call.sums_by_head(rows[0]) if rows else None, None, None, None, None]
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
+        return [call.sums_by_head(written.rows[0]) if written.rows else None, None, None, None, None]
 
 
 def in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.kind import Kind, Memory, Request
 from sparseflash.backends.triton.changes.pair_bias import apply, dtype_of_parts
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
@@ -96,32 +96,27 @@ class TileBiasKind(Kind):
         if any(wanted):
             self.rows = {"gradient": gradient}
             dtype = dtype_of_parts(change.values, (request.batch, request.heads, *self._shape[2:]))
-            self.learned_rows = (
-                torch.empty(16, dtype=dtype, device="meta"), torch.empty(16, dtype=torch.int64, device="meta")
-            )  # fmt: skip
+            self.learned = Memory(tuple(torch.empty(16, dtype=each, device="meta") for each in (dtype, torch.int64)))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(aligned_start(x.contiguous()) for x in change.tensors())
 
     def planned(self, plan: Plan) -> TilePlaces | None:
-        return TilePlaces.of(plan.pattern, self._shape) if self.learned_rows else None
+        return TilePlaces.of(plan.pattern, self._shape) if self.learned.rows else None
 
-    def memory(
-        self, change: Any, call: Call, planned: TilePlaces | None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def memory(self, change: Any, call: Call, planned: TilePlaces | None) -> Memory:
         """Memory for the gradients of all copies, and int64 `[B * Hq]`, the first tile that each batch element and head
         writes to.
         """
         if planned is None:
-            return (), ()
+            return Memory()
         planned.ready.wait()
         shape = planned.copies, *self._shape
-        return (torch.zeros(shape, dtype=self.learned_rows[0].dtype, device=call.device), planned.starts), ()
+        copies = torch.zeros(shape, dtype=self.learned.rows[0].dtype, device=call.device)
+        return Memory((copies, planned.starts))
 
-    def gradients(
-        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        return [summed_copies(rows[0]) if rows else None, None, None]
+    def gradients(self, change: Any, call: Call, written: Memory) -> list[Tensor | None]:
+        return [summed_copies(written.rows[0]) if written.rows else None, None, None]
 
 
 def summed_copies(copies: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.device import multiplies_in_tf32, refuse_to_record
-from sparseflash.backends.triton.launcher import Launch
-from sparseflash.blockmask.cache import bounded
+from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.launcher import launches_of
 
 # Values of the kernels' PRECISION: tiles stored in pieces, or whole tiles that are split where they are multiplied,
 # each with or without a correction for the truncation of tensor cores. The other value is "tf32", for TF32 and for
@@ -210,8 +209,9 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
     batch, heads, length, dim = x.shape
     pieces = torch.empty(batch, heads, length, PIECE_COUNT, padded_dim, dtype=PIECES_DTYPE, device=x.device)
     tiles = -(-length // _TOKENS)
-    launch = _splitting(x.device, x.stride()[:3], dim, padded_dim, x.data_ptr() % 16)
-    launch.start(batch * heads * tiles, x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS)
+    _splitting(x.device, x.stride()[:3], dim, padded_dim, x.data_ptr() % 16).start(
+        batch * heads * tiles, x, pieces, heads, length, tiles, x.stride()[:3], dim, padded_dim, _TOKENS
+    )
     return pieces
 
 
@@ -220,10 +220,7 @@ def is_in_pieces(x: Tensor) -> bool:
     return x.ndim == 5
 
 
-@bounded(maxsize=512)
-def _splitting(device: torch.device, *layout: object) -> Launch:
-    refuse_to_record(device)  # a first launch compiles and loads code
-    return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
+_splitting = launches_of(pieces_kernel, num_warps=4, num_stages=1, most=512)
 
 
 def precision_of(arithmetic: str, *, in_pieces: bool, corrected: bool) -> str:

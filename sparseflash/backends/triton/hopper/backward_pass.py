@@ -60,50 +60,22 @@ class BackwardLayout:
         """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the score
         modifications need a gradient.
         """
-        device, v_dim, self.learns = setting.plan.device, v.shape[-1], any(wanted)
-        self.dims, self.kinds = (q.shape[-1], v_dim), () if changes is None else changes.kinds
-        config = backward_config_for(q.shape[-1], v_dim, self.kinds)
-        (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
-        units = units_on_hopper(changes, scale, backward=True)
-        self.changed = changed_on_hopper(
-            changes, HopperRequest(q.dtype, k_len, device, units, config.rows, BLOCK[1], backward=True), wanted
-        )
-        config = config.with_pairs() if self.changed.has_buffers else config
-        row_tiles = -(-q_len // BLOCK[0])
+        device, dim, v_dim = setting.plan.device, q.shape[-1], v.shape[-1]
+        config = backward_config_for(dim, v_dim, () if changes is None else changes.kinds)
         steps = BLOCK[0] // config.rows
-        self.pieces = batch * heads * row_tiles * steps
-        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
-        self.rows = config.rows
-        counters = max(chains, 1) * steps
+        counted = torch.empty(max(chains, 1) * steps, dtype=torch.int32, device="meta")
+        numbers, lengths, (dq, dk, dv), rows = self._begin(
+            setting, q, k, v, out, dout, scale, config.rows, config.dim, counted, dlse=dlse, changes=changes,
+            wanted=wanted,
+        )  # fmt: skip
+        config = config.with_pairs() if self.changed.has_buffers else config
+        self.stages = config.q_stages
         (used, rest), (v_used, v_rest) = (used_of(x, config.dim) for x in (dim, v_dim))
-        rows, acc = (
-            torch.empty(x, device="meta")
-            for x in ((self.pieces * 2, config.rows), (counters * config.rows, used + rest))
-        )
-        inputs = [like(x) for x in (q, k, v)]
-        self.empty = empty_gradients_of(*inputs)
-        dq, dk, dv = map(self.empty, inputs)
-        lse, out = empty_lse(like(q)), like(out)
-        counted = torch.empty(counters, dtype=torch.int32, device="meta")
-        self._workspace = {
-            ("rows_ptr", "rows_desc"): one_number_of(rows, device), ("acc_ptr", "acc_desc"): one_number_of(acc, device),
-            ("counter_ptr",): one_number_of(counted, device),
-        }  # fmt: skip
-        lengths = of_call(SOME_LENGTHS if setting.lengths else None)
-        numbers: dict[str, Any] = {
-            "counters": counters, "qk_scale": units.qk_scale, "inverse_unit": units.inverse_unit, "scale": scale,
-            "offset": k_len - q_len,
-            "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
-            "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
+        acc = torch.empty(len(counted) * config.rows, used + rest, device="meta")
+        self._workspace |= {
+            ("acc_ptr", "acc_desc"): one_number_of(acc, device), ("counter_ptr",): one_number_of(counted, device)
         }  # fmt: skip
         sizes = {"PADDED_D": config.dim, "ROWS": config.rows, "STEPS": steps}
-        examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
-        if dlse:
-            examples["dlse_ptr"] = lse
-        examples |= {"rows_ptr": rows, "counter_ptr": counted, **lengths}
-        self.begin = launch_of(
-            begin_kernel, {**sizes, "D": v_dim}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
-        ).bind(self.pieces)
         self.finish = launch_of(
             finish_kernel, {**sizes, "D": dim, "SENT": used + rest}, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device,
             {}, bound=("chain_ptr",), num_warps=4, num_stages=2,
@@ -137,6 +109,51 @@ class BackwardLayout:
         self.part, self.has_gaps = BLOCK[1] * 2 * config.dim, used + rest + v_used + v_rest < 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
+
+    def _begin(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, rows: int,
+        padded_v: int, counted: Tensor | None = None, *, dlse: bool, changes: Scores | None, wanted: Sequence[bool],
+    ) -> tuple[dict[str, Any], dict[str, Any], tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
+        """Prepares `begin`, which computes -lse and -delta, and all that other layouts have in common.
+
+        rows: queries of a step. padded_v: channels of values in a tile. counted: counters that `begin` sets to 0.
+        Returns `(numbers, arguments for the lengths, (dq, dk, dv), -lse and -delta)`, for the other kernels.
+        """
+        device = setting.plan.device
+        (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
+        self.dims, self.kinds, self.learns = (dim, v_dim), () if changes is None else changes.kinds, any(wanted)
+        self.as_they_are, self.rows = all(map(can_describe, (q, k, v, dout))), rows
+        units = units_on_hopper(changes, scale, backward=True)
+        self.changed = changed_on_hopper(
+            changes, HopperRequest(q.dtype, k_len, device, units, rows, self.keys, backward=True), wanted
+        )
+        row_tiles, steps = -(-q_len // self.tile[0]), self.tile[0] // rows
+        self.pieces = batch * heads * row_tiles * steps
+        of_rows = torch.empty(self.pieces * 2, rows, device="meta")
+        self._workspace: dict[tuple[str, ...], Tensor] = {("rows_ptr", "rows_desc"): one_number_of(of_rows, device)}
+        inputs = [like(x) for x in (q, k, v)]
+        self.empty = empty_gradients_of(*inputs)
+        dq, dk, dv = map(self.empty, inputs)
+        lse, out = empty_lse(like(q)), like(out)
+        lengths = of_call(SOME_LENGTHS if setting.lengths else None)
+        numbers: dict[str, Any] = {
+            "counters": 0 if counted is None else len(counted), "qk_scale": units.qk_scale,
+            "inverse_unit": units.inverse_unit, "scale": scale, "offset": k_len - q_len,
+            "heads": heads, "kv_heads": kv_heads, "group": heads // kv_heads, "q_len": q_len, "k_len": k_len,
+            "row_tiles": row_tiles, "lengths_stride": 0,
+            "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
+            "dk_strides": strides_of(dk), "dv_strides": strides_of(dv),
+        }  # fmt: skip
+        examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
+        if dlse:
+            examples["dlse_ptr"] = lse
+        if counted is not None:
+            examples["counter_ptr"] = counted
+        self.begin = launch_of(
+            begin_kernel, {"D": v_dim, "PADDED_D": padded_v, "ROWS": rows, "STEPS": steps}, numbers,
+            {**examples, "rows_ptr": of_rows, **lengths}, device, {}, bound=(), num_warps=4, num_stages=1,
+        ).bind(self.pieces)  # fmt: skip
+        return numbers, lengths, (dq, dk, dv), of_rows
 
     def _combining(
         self, setting: Setting, numbers: Mapping[str, Any], padded: tuple[int, int], dk: Tensor, dv: Tensor
@@ -212,7 +229,7 @@ class Backward:
         memory = [kind.memory(change, call, bound) for kind, change, bound in kinds]
         gradients, rows = self._run(dout, dlse, saved, lengths, changes, changed.memory_arguments(memory))
         call.drow = lambda: self._drow(rows, saved.lse)
-        found: list[Tensor | None] = []
+        found: list[Tensor | None] = []  # only the first tensor of a score modification has a gradient
         for (kind, change, _), written in zip(kinds, memory):
             if tensors := change.tensors():
                 found += [kind.gradient(change, call, written), *[None] * (len(tensors) - 1)]

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.scores.change import Scores
-
 
 def memory_argument(parts: Sequence[tuple[Tensor, ...]]) -> dict[str, Any]:
     """The argument `learned` of a kernel, if the kernel writes any gradients of score modifications."""
     return {"learned": tuple(parts)} if any(parts) else {}
-
-
-def in_order(changes: Scores, of_kind: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    """The gradients in the order of all tensors. Only the first tensor of each score modification has a gradient."""
-    found: list[Tensor | None] = []
-    for change in changes.changes:
-        if tensors := change.tensors():
-            found += [of_kind.get(change.kind), *[None] * (len(tensors) - 1)]
-    return found
 
 
 def sink_gradient(logits: Tensor, lse: Tensor, drow: Tensor) -> Tensor:

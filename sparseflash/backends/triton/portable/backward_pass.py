@@ -131,9 +131,7 @@ class Backward:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`((dq, dk, dv), gradients of the tensors of the score modifications)`."""
         layout = self.layout
-        if layout.changed is None:
-            raise RuntimeError("the backward was prepared for scores that nothing changes")
-        if not layout.learns:
+        if layout.changed is None or not layout.learns:
             gradients, _ = self._run(dout, dlse, saved, lengths, dropout, changes)
             return gradients, [None] * len(changes.tensors())
         call = Call(layout.numbers, self.queries, self.keys, len(saved.q), saved.q.device)

@@ -84,7 +84,7 @@ def forward_kernel(
     changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     sink_ptr,  # [Hq], or None
-    SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # see shape.py and changes/kind.py
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # see launches.py and changes/kind.py
 ):  # fmt: skip
     """Computes out and lse of one tile of queries."""
     PRECISION: tl.constexpr = SHAPE.PRECISION

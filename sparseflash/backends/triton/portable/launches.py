@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -26,7 +27,6 @@ from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.fitting import resident_programs
 from sparseflash.backends.triton.portable.forward import forward_kernel
-from sparseflash.backends.triton.portable.shape import Shape
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import ITEM_COUNT
@@ -42,6 +42,36 @@ STRIDES: dict[Kernel, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "out"), "dk_dv": ("q", "k", "v", "dout", "dk", "dv"),
     "dq": ("q", "k", "v", "dout", "out", "dq"),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The compile-time argument SHAPE of the kernels: their tiles, and what of them is compiled.
+
+    Triton identifies a compile-time argument by its text, in which a dataclass has all its fields.
+
+    In Triton 3.6 a field is no compile-time argument of `tl.zeros`, hence `tl.full`; and a text such as PRECISION must
+    be bound to a `tl.constexpr` first.
+    """
+
+    D: int
+    DV: int
+    PADDED_D: int
+    PADDED_DV: int
+    BLOCK_Q: int  # the tiles of the lists
+    BLOCK_K: int
+    BLOCK_M: int  # the kernel's tiles; divisors of BLOCK_Q and BLOCK_K
+    BLOCK_N: int
+    # Block size in tokens of a gathered tile, of keys or in dk_dv_kernel of queries, or 0: see loads.py.
+    GATHERED: int
+    HAS_LENGTHS: bool
+    DROPOUT: bool
+    KEEP: bool  # whether maxima are kept unscaled and sums inverted, see softmax.py
+    TMA: bool  # whether tiles are loaded by descriptors
+    PRECISION: str
+    Q_IN_REGISTERS: bool = False  # of forward_kernel
+    ROWS_TMA: bool = False  # of dk_dv_kernel: whether lse2 and delta are loaded by descriptors
+    DELTA: bool = False  # of dq_kernel, see there
 
 
 class Numbers(NamedTuple):

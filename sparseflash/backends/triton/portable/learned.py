@@ -96,22 +96,22 @@ class Sums:
     def __init__(self, changed: Changed, changes: Scores, call: Call, planned: Sequence[Any]) -> None:
         self._call = call
         self._kinds = list(zip(changed.all, changes.changes, strict=True))
-        parts = [kind.memory(change, call, each) for (kind, change), each in zip(self._kinds, planned, strict=True)]
-        self._rows, self._columns = [rows for rows, _ in parts], [columns for _, columns in parts]
+        pairs = zip(self._kinds, planned, strict=True)
+        self._memory = [kind.memory(change, call, each) for (kind, change), each in pairs]
         self._count = len(changed.applied)
 
     def of_queries(self) -> dict[str, Any]:
-        return memory_argument(self._rows[: self._count])
+        return memory_argument([each.rows for each in self._memory[: self._count]])
 
     def of_keys(self) -> dict[str, Any]:
-        return memory_argument(self._columns[: self._count])
+        return memory_argument([each.columns for each in self._memory[: self._count]])
 
     def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
         self._call.lse, self._call.drow = lse, drow
         return [
             gradient
-            for (kind, change), rows, columns in zip(self._kinds, self._rows, self._columns, strict=True)
-            for gradient in kind.gradients(change, self._call, rows, columns)
+            for (kind, change), written in zip(self._kinds, self._memory, strict=True)
+            for gradient in kind.gradients(change, self._call, written)
         ]
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.distance import finish, start
 from sparseflash.backends.triton.changes.hopper import Given, HopperKind, examples_of
-from sparseflash.backends.triton.changes.kind import Kind
+from sparseflash.backends.triton.changes.kind import Kind, Memory
 from sparseflash.backends.triton.changes.softcap import has_hardware_tanh, tanh_and_slope
 from sparseflash.backends.triton.hopper.record import HEAD, field, received
 from sparseflash.backends.triton.hopper.scores import as_float, hyperbolic_tangent
@@ -48,16 +48,16 @@ class LearnedCapKind(Kind):
         self.rows = self.columns = {"gradient": gradient}
         if any(wanted):
             self.rows = {"start": start, "gradient": gradient_of_queries, "finish": finish}
-            self.learned_rows = (torch.empty(16, device="meta"),)
+            self.learned = Memory((torch.empty(16, device="meta"),))
 
     def tensors(self, change, device):
         return (aligned_start(change.gain.contiguous()),)
 
     def memory(self, change, call, planned):
-        return ((call.empty_of_queries(),) if self.learned_rows else ()), ()
+        return Memory((call.empty_of_queries(),)) if self.learned.rows else Memory()
 
-    def gradients(self, change, call, rows, columns):
-        return [call.sums_by_head(rows[0].sum(1, keepdim=True)).squeeze(1) if rows else None]
+    def gradients(self, change, call, written):
+        return [call.sums_by_head(written.rows[0].sum(1, keepdim=True)).squeeze(1) if written.rows else None]
 
 
 @gluon.jit

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import checked_mask
-from sparseflash.blockmask.csr import row_of_entry
-from sparseflash.blockmask.stats import live_tokens
+from sparseflash.blockmask.csr import entries_of_pattern, stored_tiles
+from sparseflash.blockmask.stats import live_tokens, pattern_count
+
+if TYPE_CHECKING:
+    from sparseflash.blockmask import BlockMask
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,7 @@ class Walk:
 
     def live(self) -> Tensor:
         """Live scores of each tile: int64 `[E]`."""
-        return self.per_kind()[self.kind]
-
-    def per_kind(self) -> Tensor:
-        """Live scores of each kind: int64 `[1 + T]`."""
-        return torch.cat([torch.tensor([self.block_q * self.block_k], device="cpu"), bitmask.live_scores(self.bits)])
+        return bitmask.live_scores(bitmask.choices(self.bits, self.block_k))[self.kind]
 
 
 def walks(mask: BlockMask) -> Iterator[Walk]:
@@ -58,25 +59,31 @@ def walks(mask: BlockMask) -> Iterator[Walk]:
 
 
 def walk(
-    mask: BlockMask, pattern: int, stops: tuple[int, int], users: tuple[tuple[int, int], ...] = ()
+    mask: BlockMask, pattern: int, stops: tuple[int, int] | None = None, users: tuple[tuple[int, int], ...] = ()
 ) -> Walk:  # fmt: skip
     """The tiles of one pattern of a mask on the CPU, for a sequence of `stops = (queries, keys)` live tokens."""
-    row_blocks, (block_q, block_k) = mask.blocks[0], (mask.block_q, mask.block_k)
-    start, end = (int(mask.indptr[(pattern + step) * row_blocks]) for step in (0, 1))
-    indptr = mask.indptr[pattern * row_blocks : (pattern + 1) * row_blocks + 1]
-    rows, cols, tile = (
-        row_of_entry(indptr - indptr[0], end - start),
-        mask.indices[start:end].long(),
-        mask.tile[start:end].long(),
-    )
+    block_q, block_k = mask.block_q, mask.block_k
+    rows, span = entries_of_pattern(mask.indptr, pattern, mask.blocks[0])
+    cols, tile = mask.indices[span].long(), mask.tile[span].long()
     kind, bits = tile, mask.bits
-    q_stop, k_stop = stops
+    q_stop, k_stop = stops or (mask.q_len, mask.k_len)
     if q_stop < mask.q_len or k_stop < mask.k_len:
         begins = (rows * block_q < q_stop) & (cols * block_k < k_stop)
         rows, cols, tile = rows[begins], cols[begins], tile[begins]
         at_end = ((rows + 1) * block_q > q_stop).long() + 2 * ((cols + 1) * block_k > k_stop).long()
         kind, bits = cut(tile, at_end, bits, q_stop % block_q or block_q, k_stop % block_k or block_k, block_k)
     return Walk(rows, cols, tile, kind, bits, q_stop, k_stop, block_q, block_k, users)
+
+
+def live_scores(mask: BlockMask) -> float:
+    """Live scores per head, averaged over heads and batch elements."""
+    if mask.lengths is not None:
+        return sum(len(each.users) * int(each.live().sum()) for each in walks(mask)) / max(math.prod(mask.shape[:2]), 1)
+    rows, _, tile = stored_tiles(mask)
+    of_kind = bitmask.live_scores(bitmask.choices(mask.bits, mask.block_k))
+    per_pattern = torch.zeros(pattern_count(mask), dtype=torch.int64, device=mask.device)
+    per_pattern.index_add_(0, rows // mask.blocks[0], of_kind[tile])
+    return float(per_pattern[mask.pattern.long()].double().mean())
 
 
 def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, block_k: int) -> tuple[Tensor, Tensor]:
