@@ -187,9 +187,8 @@ TABLES = {
         {"training time": "grouped/minutes", "training speed": "grouped/speed",
          "validation loss after this time": "grouped/loss",
          "validation loss after 9.4 million tokens": "grouped/loss-at-equal-tokens",
-         "test loss, other authors": "grouped/test-loss",
-         "generation, 1 sequence": "grouped-generate/1x32768/tokens",
-         "generation, 16 sequences": "grouped-generate/16x32768/tokens"},
+         "test loss, other authors": "grouped/test-loss", "generation, 1 sequence": "generate/1x32768/tokens",
+         "generation, 16 sequences": "generate/16x32768/tokens"},
         {"dense": "dense", "MSA": "msa"}, "lm/{row}/32768-{column}", "32,768 tokens of context", note="One seed.",
     ),
     "recall": Table(

@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     backward_dim: int = 32
     forward_queries_other: int = 512  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
-    backward_queries_dynamic_wide: int = 2048  # the same above head dim 128, where their forward is slower
+    backward_queries_dynamic_wide: int = 2048  # the same above head dim 128
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
     backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
     backward_queries_small: int = 16_384  # in tiles of 64

@@ -177,8 +177,6 @@ def yields(request: Request) -> str | None:
         return f"they list at most {MOST_ENTRIES_LISTED:,} tiles of all heads for a backward; got about {entries:,.0f}"
     if request.dynamic and is_64:
         return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
-    if request.dynamic and not backward and max(request.dims) > WIDEST_BACKWARD:
-        return f"the portable forward is faster above D = {WIDEST_BACKWARD} with a mask that is made at every step"
     if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:
         return f"the work lists of a backward for a mask that is made at every step take {room:.2f} of q's memory"
     is_capped = "softcap" in request.changes and not {"softcap", "sink"}.issuperset(request.changes)
