@@ -123,8 +123,8 @@ TABLES = {
          "forward, the same causal mask requested again": "new-causal-mask-and-a-call",
          "forward, a new window size each time": "another-window-and-a-call",
          "forward, `top_k_blocks` each time": "top-k-blocks-and-a-call"},
-        {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"}, "calls/{row}/{column} @ h200-quiet-host",
-        "host time, µs", "none", units=False,
+        {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"},
+        "calls/{row}/{column} @ h200-quiet-host", "host time, µs", "none", units=False,
     ),
     "gpt": Table(
         {"1,024 tokens, batch 64": "small-1024", "4,096 tokens, batch 16": "small-4096"},

@@ -17,13 +17,16 @@ LAYERS = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
 
 
 def speeds(layer: str, passed: str) -> dict[int, float]:
-    """Time of dense attention over the layer's, by length: FlashAttention-4's, or SDPA's where it cannot run."""
+    """Time of dense attention over the layer's, by length: FlashAttention-4's, or SDPA's where that cannot run. Lengths
+    that were not measured are left out.
+    """
     ms = {each.name: each.value for each in stored()[RUN].measurements if each.value}
-    names = {tokens: f"selection/{layer}/{tokens}/{passed}/" for tokens in LENGTHS}
-    return {
-        tokens: ms.get(f"{name}fa4", ms.get(f"{name}sdpa", 0.0)) / ms[f"{name}sparseflash"]
-        for tokens, name in names.items()
-    }
+    found = {}
+    for tokens in LENGTHS:
+        name = f"selection/{layer}/{tokens}/{passed}/"
+        if dense := [ms[f"{name}{way}"] for way in ("fa4", "sdpa") if f"{name}{way}" in ms]:
+            found[tokens] = dense[0] / ms[f"{name}sparseflash"]
+    return found
 
 
 def speed_over_length() -> Figure:
@@ -51,7 +54,8 @@ def speed_over_length() -> Figure:
     device = stored()[RUN].run.device.removeprefix("NVIDIA ")
     figure.suptitle(
         f"{device}, bf16, choice included; above the dashed line the layer is faster than FlashAttention-4 (NSA with "
-        "gradients: SDPA)", fontsize=9
+        "gradients: SDPA)",
+        fontsize=9,
     )
     return figure
 
