@@ -5,18 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from sparseflash.blockmask.arguments import checked_mask
-from sparseflash.blockmask.compiling import constant_when_compiled
-from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.methods import mask_method, method
 from sparseflash.blockmask.remedies import refuse
-from sparseflash.blockmask.threads import on_one_thread
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def __and__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a & b`: the scores that are live in both.
 
@@ -37,9 +33,7 @@ def __and__(mask: BlockMask, other: BlockMask) -> BlockMask:
     return intersection(mask, checked_mask(other))
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def __or__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a | b`: the scores that are live in a, in b, or in both. See `&`.
 
@@ -54,9 +48,7 @@ def __or__(mask: BlockMask, other: BlockMask) -> BlockMask:
     return union(mask, checked_mask(other))
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def __xor__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a ^ b`: the scores that are live in exactly one. See `&`, and `|` for lengths.
 
@@ -69,9 +61,7 @@ def __xor__(mask: BlockMask, other: BlockMask) -> BlockMask:
     return symmetric_difference(mask, checked_mask(other))
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def __sub__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a - b`: the scores that are live in a but not in b, that is `a & ~b` without building `~b`. See `&`.
 
@@ -88,9 +78,7 @@ def __sub__(mask: BlockMask, other: BlockMask) -> BlockMask:
     return difference(mask, checked_mask(other))
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def __invert__(mask: BlockMask) -> BlockMask:
     """`~a`: the scores that are dead in a; the negation of `to_dense()`.
 

@@ -15,9 +15,9 @@ from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of_rows
 from sparseflash.blockmask.by_name import by_name
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
-from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.methods import mask_method, method
 from sparseflash.blockmask.rules import Candidates, Live, call_rule, tiles_of_rule
-from sparseflash.blockmask.threads import on_one_thread, one_thread
+from sparseflash.blockmask.threads import one_thread
 from sparseflash.limits import check_count
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ def from_dense(cls: type[BlockMask], dense: Any, *, block: Block = 128) -> Block
 
 
 @by_name
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def from_layout(
     cls: type[BlockMask], layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
 ) -> BlockMask:
@@ -139,9 +137,7 @@ def from_layout(
 
 
 @by_name
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def from_tiles(
     cls: type[BlockMask],
     rows: Any,
@@ -232,9 +228,7 @@ def from_block_index(
 
 
 @by_name
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def dense(cls: type[BlockMask], q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
     """The mask in which every score is live. `attention(q, k, v)` without a mask gives the same result and stores
     nothing.

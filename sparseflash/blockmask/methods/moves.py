@@ -6,17 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparseflash.blockmask.arguments import Block
-from sparseflash.blockmask.compiling import constant_when_compiled
-from sparseflash.blockmask.methods import method
-from sparseflash.blockmask.threads import on_one_thread
+from sparseflash.blockmask.methods import mask_method
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def reblock(mask: BlockMask, block: Block) -> BlockMask:
     """The same live scores in tiles of another size, finer or coarser in each dimension.
 
@@ -37,9 +33,7 @@ def reblock(mask: BlockMask, block: Block) -> BlockMask:
     return reblock.reblock(mask.canonical(), block)
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def crop(mask: BlockMask, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
     """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
 
@@ -65,9 +59,7 @@ def crop(mask: BlockMask, *, q: Sequence[int | None] | None = None, k: Sequence[
     return crop.crop(mask.canonical(), q, k)
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def select(mask: BlockMask, *, batch: Any = None, heads: Any = None) -> BlockMask:
     """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
 
@@ -95,9 +87,7 @@ def select(mask: BlockMask, *, batch: Any = None, heads: Any = None) -> BlockMas
     return select.select(mask.canonical(), batch, heads)
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def permute(mask: BlockMask, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
     """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
 
@@ -129,9 +119,7 @@ def permute(mask: BlockMask, order: Any = None, *, q: Any = None, k: Any = None)
     return permute.permute(mask.canonical(), order, q, k)
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def transpose(mask: BlockMask) -> BlockMask:
     """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.lengths import Lengths, lengths_of
-from sparseflash.blockmask.methods import method
-from sparseflash.blockmask.threads import on_one_thread
+from sparseflash.blockmask.methods import mask_method, method
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -59,9 +57,7 @@ def with_lengths(
     return mask._padded(lengths_of(mask, lengths, q_lengths, k_lengths))
 
 
-@constant_when_compiled
-@on_one_thread
-@method
+@mask_method
 def bake_lengths(mask: BlockMask) -> BlockMask:
     """The same mask with its padding written into the tiles and no `lengths`; itself if it has none.
 
