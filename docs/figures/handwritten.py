@@ -20,7 +20,10 @@ MEASURED = re.compile(rf"{_NUMBER}\*{{0,2}}\s(?:{'|'.join(_UNITS)})(?!\w)".repla
 # A ratio in a cell of a table: nothing but a number with two places, or a range of them.
 CELL = re.compile(r"(?<=\|)\s*\*{0,2}\d+\.\d\d(?:\*{0,2}(?: to |, )\*{0,2}\d+\.\d\d)*\*{0,2}\s*(?=\|)")
 # Sentences, or parts of one, whose number is not measured: a published figure, a definition, a choice.
-ALLOWED: dict[str, tuple[str, ...]] = {"experiments/lm/README.md": ("the peak is 989 TFLOP/s for H100 and H200.",)}
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "experiments/lm/README.md": ("the peak is 989 TFLOP/s for H100 and H200.",),
+    "docs/pages/selection.md": ("close to 600 TFLOP/s forward on an H800", "about 115 TFLOP/s backward on an H200"),
+}
 
 
 def handwritten(path: Path, allowed: tuple[str, ...] | None = None) -> list[str]:

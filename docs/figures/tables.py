@@ -207,6 +207,12 @@ TABLES = {
         "± ?: the spread was not measured. none: FlashAttention-4's backward refuses grouped heads whose values are "
         "wider or narrower than the keys.",
     ),
+    "ideas-rates": Table(
+        _IDEAS,
+        {f"{label}, {tokens // 1024}K": f"selection/{{row}}/{tokens}/{passed}/sparseflash in TFLOP/s @ h200-ideas"
+         for label, passed in (("forward", "forward"), ("both passes", "both")) for tokens in (8192, 65_536)},
+        "", "useful TFLOP/s, choice included", units=False,
+    ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
         {"portable kernels": "worst/triton", "Hopper kernels": "worst/hopper",
