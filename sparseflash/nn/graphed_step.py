@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from sparseflash.nn.kv_cache import KVCache, check_room
+from sparseflash.nn.kv_cache import KVCache, check_room, count
 
 _WARM = 3  # calls before the capture, in which kernels are compiled and choices are kept
 
@@ -40,8 +40,10 @@ class GraphedStep:
     A call that fails leaves all of the caches as they were. The first one runs `step` four times more.
 
     Raises:
-        ValueError: a cache has no room for the step, before anything is written; or inputs have other shapes.
+        ValueError: a cache has no room for the step, or inputs have other shapes.
         RuntimeError: `step` does what a CUDA graph cannot record.
+
+    Under autocast, weights are cast at every call, as long as the graph lives.
     """
 
     def __init__(self, step: Callable[..., Any], caches: KVCache | Sequence[KVCache]) -> None:
@@ -50,6 +52,8 @@ class GraphedStep:
         devices = {cache.lengths.device for cache in self.caches if isinstance(cache, KVCache)}
         if not self.caches or not all(isinstance(cache, KVCache) for cache in self.caches):
             raise TypeError(f"caches must be the caches of the layers that step calls; got {caches!r}.")
+        if len(set(map(id, self.caches))) < len(self.caches):
+            raise ValueError("caches must be given once each; got one of them twice.")
         if len(devices) > 1:
             raise ValueError(f"caches must be on one device; got {', '.join(sorted(map(str, devices)))}.")
         (self.device,) = devices
@@ -67,13 +71,13 @@ class GraphedStep:
                 self._record(inputs)
             return self._replayed(inputs)
         except BaseException:
-            self._truncate(lengths)
+            self._restore(lengths)
             raise
 
-    def _truncate(self, lengths: Sequence[int]) -> None:
+    def _restore(self, lengths: Sequence[int]) -> None:
+        """Also where the host has counted other tokens than the device, because a call was interrupted."""
         for cache, length in zip(self.caches, lengths, strict=True):
-            if cache.length != length:
-                cache.truncate(length)
+            cache.length = length
 
     def _check(self, inputs: tuple[Tensor, ...]) -> None:
         for x in inputs:
@@ -89,22 +93,28 @@ class GraphedStep:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         lengths = [cache.length for cache in self.caches]
         with torch.inference_mode(False):  # otherwise they could not be written to outside of inference mode
-            self._inputs = tuple(torch.empty_like(x).copy_(x) for x in inputs)
-        current, side = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(_WARM):
-                self.step(*self._inputs)
-                self._truncate(lengths)
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+            self._inputs = tuple(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x) for x in inputs)
+        graph, casts_are_kept = torch.cuda.CUDAGraph(), torch.is_autocast_cache_enabled()
+        # A graph that found its weights cast would read casts that are freed when autocast ends.
+        torch.set_autocast_cache_enabled(False)
         try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, stream=side):
-                self._outputs = self.step(*self._inputs)
+            with torch.cuda.device(self.device):
+                current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+                side.wait_stream(current)
+                try:
+                    with torch.cuda.stream(side):
+                        for _ in range(_WARM):
+                            self.step(*self._inputs)
+                            self._restore(lengths)
+                    with torch.cuda.graph(graph, stream=side):
+                        self._outputs = self.step(*self._inputs)
+                finally:
+                    torch.cuda.set_stream(current)  # a failed capture may have left another
+                    current.wait_stream(side)  # also if a call failed, whose work then comes before the restoring
         finally:
-            torch.cuda.set_stream(current)  # a failed capture may have left another
+            torch.set_autocast_cache_enabled(casts_are_kept)
         self._added = [cache.length - length for cache, length in zip(self.caches, lengths, strict=True)]
-        self._truncate(lengths)  # the capture has counted tokens on the host, and nothing on the device
+        self._restore(lengths)  # the capture has counted tokens on the host, and nothing on the device
         self._graph = graph
 
     def _replayed(self, inputs: tuple[Tensor, ...]) -> Any:
@@ -115,5 +125,5 @@ class GraphedStep:
             static.copy_(x)
         self._graph.replay()
         for cache, added in zip(self.caches, self._added, strict=True):
-            cache.length += added
+            count(cache, added)
         return tree_map_only(Tensor, torch.clone, self._outputs)

@@ -19,8 +19,8 @@ class KVCache:
     (7, [7, 7])
 
     `SparseSelfAttention.new_cache` makes a cache that fits the layer. `k` and `v` are `[B, Hkv, capacity, D]`; tokens
-    past `length` are not read. `lengths`, int32 `[B]` on the device, is written in place: where one token comes after
-    another, its place is read from there, so `GraphedStep` can replay the step.
+    past `length` are not read. `lengths`, int32 `[B]` on the device, is the same number: new tokens read their place
+    there, so `GraphedStep` can replay a step. Do not write to it; set `length`, or call `truncate`.
     """
 
     def __init__(
@@ -35,7 +35,17 @@ class KVCache:
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
             self.v = self._values()
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
-        self.length = 0
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """The tokens so far."""
+        return self._length
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._length = length
+        self.lengths.fill_(length)
 
     def _values(self) -> Tensor:
         return torch.zeros_like(self.k)
@@ -67,8 +77,8 @@ class KVCache:
         places = next_places(self, k.shape[2])
         self.k.index_copy_(2, places, k)
         self.v.index_copy_(2, places, v)
-        self.length += k.shape[2]
         self.lengths.add_(k.shape[2])
+        count(self, k.shape[2])
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens after the first `length`, such as drafts that were not accepted.
@@ -87,7 +97,6 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise ValueError(f"length must be from 0 to the cache's {self.length} tokens; got {length}.")
         self.length = length
-        self.lengths.fill_(length)
 
     def clear(self) -> None:
         """Forgets all tokens."""
@@ -97,6 +106,11 @@ class KVCache:
 def next_places(cache: KVCache, tokens: int) -> Tensor:
     """The places of the next tokens, int64 `[tokens]`: read on the device, where a CUDA graph finds them anew."""
     return torch.arange(tokens, device=cache.lengths.device) + cache.lengths[:1]
+
+
+def count(cache: KVCache, tokens: int) -> None:
+    """Counts tokens on the host that have been added on the device."""
+    cache._length += tokens
 
 
 def length_on_host(cache: KVCache) -> int:

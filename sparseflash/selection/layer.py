@@ -97,6 +97,9 @@ class SelectionLayer(Heads):
         """An empty cache for `batch` sequences of up to `capacity` tokens.
 
         device, dtype: by default the weights'.
+
+        A step of one token may choose among the whole capacity, of which only the tokens so far are candidates, so that
+        a CUDA graph can replay it. So a capacity far beyond the tokens takes time.
         """
         check_at_least_one(batch=batch, capacity=capacity)
         device = checked_device(self.out.weight.device if device is None else device)

@@ -277,7 +277,7 @@ MUTATIONS = [
     Mutation(
         "graphed step: replays are not counted",
         "sparseflash/nn/graphed_step.py",
-        "cache.length += added",
+        "count(cache, added)",
         "pass",
         "tests/nn/test_nn_graphed_step.py::test_a_replayed_step_is_the_step_and_counts_its_tokens",
     ),

@@ -43,15 +43,17 @@ def recording(model):
     """Graphs of the CPU: a capture leaves no trace on the device, and a replay none on the host."""
 
     class Graph:
-        replays = 0
+        replays, is_interrupted = 0, False
 
         def replay(self):
             lengths = model.lengths
             made = step.step(*step._inputs)
             torch.utils._pytree.tree_map(torch.Tensor.copy_, step._outputs, made)
             for cache, length in zip(model.caches, lengths):
-                cache.length = length
+                cache._length = length
             Graph.replays += 1
+            if self.is_interrupted:
+                raise KeyboardInterrupt
 
     @contextmanager
     def graph(made, stream):
@@ -66,7 +68,7 @@ def recording(model):
     step = nn.GraphedStep(model, model.caches)
     step.records = True
     cuda = SimpleNamespace(
-        CUDAGraph=Graph, graph=graph, Stream=lambda device: stream, current_stream=lambda device: stream,
+        CUDAGraph=Graph, graph=graph, Stream=lambda: stream, current_stream=lambda: stream,
         stream=lambda stream: nullcontext(), device=lambda device: nullcontext(), set_stream=lambda stream: None,
     )  # fmt: skip
     with mock.patch.object(graphed_step.torch, "cuda", cuda), torch.inference_mode():
@@ -127,6 +129,46 @@ def test_a_failed_call_leaves_all_caches_as_they_were(records):
         assert model.lengths == [1, 1] and model.caches[0].lengths.tolist() == [1, 1]
 
 
+def test_an_interrupted_replay_leaves_all_caches_as_they_were():
+    """Its tokens are on the device, and not counted on the host."""
+    model, x = Model(), torch.randn(2, 1, 32)
+    with recording(model) as (step, graph):
+        step(x)
+        graph.is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            step(x)
+        assert model.lengths == [1, 1] and [cache.lengths.tolist() for cache in model.caches] == [[1, 1], [1, 1]]
+
+
+def test_a_step_that_shortens_a_cache_and_fails_raises_its_own_error():
+    model, x = Model(), torch.randn(2, 1, 32)
+
+    def shortens(x):
+        model(x)
+        model.caches[0].clear()
+        raise torch.OutOfMemoryError
+
+    with torch.no_grad():
+        model(x)
+        with pytest.raises(torch.OutOfMemoryError):
+            nn.GraphedStep(shortens, model.caches)(x)
+    assert model.lengths == [1, 1] and model.caches[0].lengths.tolist() == [1, 1]
+
+
+def test_weights_are_cast_in_every_recorded_call():
+    """Autocast keeps casts until it ends, so a replayed step would read memory that has been freed."""
+    model, x, kept = Model(), torch.randn(2, 1, 32), []
+    with recording(model) as (step, _), torch.autocast("cpu", torch.bfloat16):
+        step.step = lambda x: (kept.append(torch.is_autocast_cache_enabled()), model(x))[1]
+        step(x)
+        assert kept == [False] * 4 + [True]  # the replay of a real graph calls nothing
+        assert torch.is_autocast_cache_enabled()
+        model.fails, step._graph = True, None
+        with pytest.raises(torch.OutOfMemoryError):
+            step(x)
+        assert torch.is_autocast_cache_enabled()
+
+
 def test_other_inputs_than_the_first_ones_are_refused():
     model, x = Model(), torch.randn(2, 1, 32)
     with recording(model) as (step, _):
@@ -146,6 +188,8 @@ def test_what_is_no_cache_is_refused():
     for wrong in ([], [cache, None], [layer]):
         with pytest.raises(TypeError, match="caches must be the caches of the layers that step calls; got"):
             nn.GraphedStep(layer, wrong)
+    with pytest.raises(ValueError, match="caches must be given once each; got one of them twice"):
+        nn.GraphedStep(layer, [cache, cache])
     with pytest.raises(ValueError, match="caches must be on one device; got cpu, meta"):
         nn.GraphedStep(layer, [cache, nn.KVCache(1, 2, 8, 16, device="meta")])
     assert nn.GraphedStep(layer, cache).caches == (cache,) and not nn.GraphedStep(layer, cache).records
@@ -195,3 +239,17 @@ def test_a_gpu_refuses_to_record_a_prompt():
         model(torch.randn(2, 20, 32, device="cuda"))
     step(torch.randn(2, 1, 32, device="cuda"))
     assert model.lengths == [21, 21] and model.caches[0].lengths.tolist() == [21, 21]
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_the_weights_of_now_under_autocast_and_after_it():
+    model, other, x = Model(device="cuda"), Model(device="cuda"), torch.randn(2, 9, 32, device="cuda")
+    step = nn.GraphedStep(model, model.caches)
+    with torch.no_grad():
+        for place in range(9):
+            token = x[:, place : place + 1].contiguous()
+            with torch.autocast("cuda", torch.bfloat16):
+                assert torch.equal(step(token)["all"], other(token)["all"]), place
+            for layer in (*model.layers, *other.layers):  # between calls, and where the casts of before are freed
+                layer.out.weight.mul_(1.1)
+            torch.empty(1 << 24, device="cuda").fill_(torch.nan)

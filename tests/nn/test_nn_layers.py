@@ -293,6 +293,18 @@ def test_a_cache_is_for_as_many_heads_as_the_mask(heads):
     SparseSelfAttention(16, 4, masks.per_head([masks.causal(32)] * 4), kv_heads=2).new_cache(1, 32)
 
 
+def test_the_length_of_a_cache_may_be_set():
+    """The next tokens have their places after it."""
+    cache, k = KVCache(2, 2, 32, 8), torch.randn(2, 2, 9, 8)
+    cache.append(k, k)
+    cache.length = 4
+    assert cache.lengths.tolist() == [4, 4]
+    cache.append(k[:, :, :2], -k[:, :, :2])
+    assert cache.length == 6 and cache.lengths.tolist() == [6, 6]
+    assert torch.equal(cache.k[:, :, :6], torch.cat([k[:, :, :4], k[:, :, :2]], 2))
+    assert torch.equal(cache.v[:, :, 4:6], -k[:, :, :2])
+
+
 def test_a_cache_is_no_part_of_an_autograd_graph():
     cache, k = KVCache(1, 2, 32, 8), torch.randn(1, 2, 3, 8)
     for pair in ((k.clone().requires_grad_(), k), (k, k.clone().requires_grad_())):

@@ -5,6 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sparseflash import nn
+from sparseflash.nn.kv_cache import count
 from tests.selection.layers import KINDS, example_of, latent_layer, sequence
 from tests.watched.waiting import NoWaiting, waiting_raises
 
@@ -59,7 +60,7 @@ def test_the_operations_of_one_step_are_those_of_every_later_one(kind, start):
     for stop, back in ((start + 20, start + 3), (100, 33), (70, None)):
         for place in range(caches[0].length, stop):
             found, want = step(x[:, place : place + 1]), layer(x[:, place : place + 1], cache=caches[1])
-            caches[0].length += 1  # as `GraphedStep` does
+            count(caches[0], 1)  # as `GraphedStep` does
             assert torch.equal(found, want), place
             assert caches[0].lengths.tolist() == caches[1].lengths.tolist() == [place + 1] * 2
         for cache in caches if back else ():

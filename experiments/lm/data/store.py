@@ -187,10 +187,12 @@ def unpacked(path: Path) -> Store:
                 (made / name[-1]).write_bytes(contents)
             if not (made / ABOUT).is_file():
                 raise ValueError(f"{path} must be tokens that `corpus --pack` has written; it has no {ABOUT}")
+            if not (target / ABOUT).is_file():  # otherwise another process has unpacked it meanwhile
+                shutil.rmtree(target, ignore_errors=True)
             try:
                 made.rename(target)
             except OSError:
-                if not (target / ABOUT).is_file():  # otherwise another process has unpacked it meanwhile
+                if not (target / ABOUT).is_file():
                     raise
     return opened(target)
 

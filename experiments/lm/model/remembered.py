@@ -99,7 +99,6 @@ def put_row(whole: Sequence[Layer], row: int, one: Sequence[Layer]) -> None:
         for into, each in pairs:
             into[row, :, : each.shape[2]] = each[0]
         mine.length = its.length
-        mine.lengths.fill_(its.length)
 
 
 def next_scores(model: LanguageModel, ids: Tensor, attentions: Sequence[Layer]) -> Tensor:

@@ -30,6 +30,11 @@ def highest_bits(length, few):
     return power, (length << 4 if few else length << 1) >> power
 
 
+def test_of_no_items_there_is_an_order():
+    order = longest_first.order_of(torch.zeros(0, 4, dtype=torch.int32), (0, 4, 1), 256, 128, 128)
+    assert (order.items, order.programs) == (0, 0)
+
+
 @FEW
 @given(st.lists(st.integers(0, 2**20), min_size=1, max_size=50))
 @example(HALF_OCTAVES)

@@ -91,6 +91,8 @@ def test_the_packed_form_is_the_same_tokens(corpus):
         assert (one.tokens == other.tokens).all() and (one.starts == other.starts).all()
     made = ours.folder.stat().st_mtime_ns
     assert tokens_of(corpus / "a.tar.xz", 400, print).folder.stat().st_mtime_ns == made  # unpacked once
+    (ours.folder / "about.json").unlink()  # such a folder is not complete
+    assert unpacked(corpus / "a.tar.xz").about == theirs.about
 
 
 def test_processes_that_unpack_at_the_same_time_do_not_disturb_each_other(corpus, monkeypatch):

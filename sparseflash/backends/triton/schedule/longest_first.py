@@ -74,7 +74,7 @@ def order_of(pattern: Tensor, shape: tuple[int, int, int], length: int, tile: in
     batch, heads, group = shape
     tiles = -(-length // tile)
     items = batch * heads * tiles
-    share = -(-items // (_PROGRAMS * AT_ONCE)) * AT_ONCE
+    share = max(1, -(-items // (_PROGRAMS * AT_ONCE))) * AT_ONCE
     of = (*pattern.stride(), heads, group, tiles, -(-length // held), tile, held)
     fraction = fraction_bits(items)
     return Order(items, -(-items // share), fraction, (items, share, *of, fraction, AT_ONCE))
