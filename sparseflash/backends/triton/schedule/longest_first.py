@@ -32,12 +32,7 @@ def fraction_bits(items: int) -> int:
     >>> fraction_bits(1024), fraction_bits(1025)
     (4, 1)
     """
-    return 4 if is_few(items) else 1
-
-
-def is_few(items: int) -> bool:
-    """Whether even small differences in length delay the end."""
-    return items <= _FEW
+    return 4 if items <= _FEW else 1
 
 
 def start_order(lengths: Tensor) -> Tensor:

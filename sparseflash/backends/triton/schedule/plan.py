@@ -19,7 +19,7 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.device import refuse_to_record, runs_kernels
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.schedule import fused, host_plan
-from sparseflash.backends.triton.schedule.longest_first import is_few, start_order
+from sparseflash.backends.triton.schedule.longest_first import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of, may_be_cut
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, usual_warps
@@ -157,7 +157,7 @@ class Plan:
         total = (len(lists.tile) - 1) * group * (held // tile) if self.lists.patterns == 1 else None
         of_call, parts, merged = pattern.reshape(shape), 0, None
         is_cut = may_be_cut(streamed, tile, resident, splits, most=most, total=total)
-        if not is_cut and is_few(batch * shape[1] * count) and are_on_host(of_call, lists.start):
+        if not is_cut and are_on_host(of_call, lists.start):
             work = host_plan.work_of(lists, of_call, tokens[axis], tile)
         else:
             items = _items(lists, of_call, tokens[axis], tile)
