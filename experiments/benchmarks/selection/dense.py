@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.peers import flashattention4
-from experiments.benchmarks.speed.peers.flexattention import compiled
+from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
 from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash import BlockMask
 from sparseflash.interop import to_flex
@@ -40,7 +40,9 @@ def flex(inputs: Inputs, chosen: BlockMask | Tensor, span: int) -> Callable[[], 
         if chosen.shape[1] * q.shape[2] * (k.shape[2] // span) > 2**31:
             raise Unavailable("its rule would read a table of more than 2 GiB")
         block_mask = _of_lists(chosen, q.shape[1], q.shape[2], span)
-    options = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    options: dict[str, Any] = {"enable_gqa": True} if k.shape[1] < q.shape[1] else {}
+    if (block := min(block_mask.BLOCK_SIZE)) < 128:
+        options["kernel_options"] = small_tiles(block)
     return partial(compiled(None), q, k, v, block_mask=block_mask, **options)
 
 
