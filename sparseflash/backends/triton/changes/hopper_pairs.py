@@ -280,7 +280,9 @@ class PairsOnHopper(HopperKind):
         if self.describe_learned is None:
             return Given()
         padded = with_padded_rows(change.values)
-        if bound is not None:
+        if call.has_lengths:
+            padded.zero_()
+        elif bound is not None:
             clear, ready = bound
             ready.wait()
             clear({"dpairs_ptr": padded})
@@ -310,11 +312,13 @@ class StoredPairsOnHopper(PairsOnHopper):
         return None
 
     def memory(self, change: Any, call: HopperCall, bound: Any) -> Given:
-        """If there are several patterns, it is zeroed, because a head leaves the tiles of other patterns unwritten."""
+        """If there are several patterns, it is zeroed, because a head leaves the tiles of other patterns unwritten;
+        and with lengths.
+        """
         if self.describe_learned is None:
             return Given()
         found = torch.empty_like(change.values, memory_format=torch.contiguous_format)
-        if len(change.tile_numbers) > 1:
+        if len(change.tile_numbers) > 1 or call.has_lengths:
             found.zero_()
         return Given((), _below_one_another(found))
 

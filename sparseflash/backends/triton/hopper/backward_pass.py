@@ -24,7 +24,9 @@ from sparseflash.backends.triton.hopper.learned import HopperCall
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.launch.launches import (
     SOME_LENGTHS,
+    SOME_LIST,
     SOME_PARTS,
+    SOME_TIMES,
     launch_of,
     like,
     of_call,
@@ -35,6 +37,8 @@ from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.persistent import fused_plan
 from sparseflash.backends.triton.persistent.backward_plan import ITEM_COUNT, BackwardPlan, items_alone
+from sparseflash.backends.triton.persistent.timeline import rank_kernel
+from sparseflash.backends.triton.persistent.within_lengths import count_kernel, keep_kernel, time_kernel
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
@@ -42,6 +46,7 @@ from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
 WALKED = "start_ptr", "work_ptr", "entry_ptr", "words_ptr"  # names of the arrays of `BackwardPlan.walked`
+WITHIN = "work_ptr", "entry_ptr"  # of them, those that a call with lengths makes anew
 
 
 class BackwardLayout:
@@ -52,6 +57,7 @@ class BackwardLayout:
     computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     learns: bool  # whether a tensor of the score modifications needs a gradient
     has_gaps = False  # whether parts have channels that the kernel does not write
+    within: Sequence[Launch] = ()  # see `_leaving_out`
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,
@@ -76,9 +82,14 @@ class BackwardLayout:
             ("acc_ptr", "acc_desc"): one_number_of(acc, device), ("counter_ptr",): one_number_of(counted, device)
         }  # fmt: skip
         sizes = {"PADDED_D": config.dim, "ROWS": config.rows, "STEPS": steps}
+        anew = WITHIN if setting.lengths else ()
+        summed = {"acc_ptr": acc, "dq_ptr": dq}
+        if setting.lengths:
+            summed["counter_ptr"] = counted
+            self.within = self._leaving_out(numbers, lengths, device)
         self.finish = launch_of(
-            finish_kernel, {**sizes, "D": dim, "SENT": used + rest}, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device,
-            {}, bound=("chain_ptr",), num_warps=4, num_stages=2,
+            finish_kernel, {**sizes, "D": dim, "SENT": used + rest}, numbers, summed, device, {},
+            bound=("chain_ptr",), num_warps=4, num_stages=2,
         )  # fmt: skip
 
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
@@ -100,9 +111,10 @@ class BackwardLayout:
             backward_kernel, constants, numbers | self.changed.numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
-                **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **self.changed.examples,
+                **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **dict.fromkeys(anew, SOME_LIST),
+                **self.changed.examples,
             },
-            device, described, bound=WALKED, num_warps=8, num_stages=1,
+            device, described, bound=[name for name in WALKED if name not in anew], num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
         self.main = [launch]
@@ -155,6 +167,25 @@ class BackwardLayout:
         ).bind(self.pieces)  # fmt: skip
         return numbers, lengths, (dq, dk, dv), of_rows
 
+    def _leaving_out(
+        self, numbers: Mapping[str, Any], lengths: Mapping[str, Any], device: torch.device
+    ) -> list[Launch]:
+        """The launches of `within_lengths.py`, in their order."""
+        numbers = {**numbers, "tiles": self.pieces // (self.tile[0] // self.rows)}
+        constants, listed = {"TILE_ROWS": self.tile[0]}, ("plan_work_ptr", "plan_entry_ptr")
+        work, time, cursor = {"work_ptr": SOME_LIST}, {"time_ptr": SOME_TIMES}, {"cursor_ptr": SOME_LIST}
+        additions = {**cursor, "moment_ptr": SOME_TIMES, "added_ptr": SOME_LIST}
+        kept = {**lengths, **time, **additions, "entry_ptr": SOME_LIST}
+        return [
+            launch_of(kernel, constants, numbers, examples, device, {}, bound=bound, num_warps=4, num_stages=1)
+            for kernel, constants, examples, bound in (
+                (count_kernel, constants, {**lengths, **work, **cursor}, listed),
+                (time_kernel, {}, {**work, **time}, ("start_ptr",)),
+                (keep_kernel, constants, kept, (*listed, "made_ptr")),
+                (rank_kernel, {}, {**additions, "entries_ptr": SOME_LIST}, ("made_ptr", "chain_ptr")),
+            )
+        ]  # fmt: skip
+
     def _combining(
         self, setting: Setting, numbers: Mapping[str, Any], padded: tuple[int, int], dk: Tensor, dv: Tensor
     ) -> Launch:
@@ -203,10 +234,14 @@ class Backward:
         self._finish = self._bind_finish(setting)
         walked = dict(zip(WALKED, plan.walked(), strict=True))
         self._main = [each.bind(plan.programs, **walked) for each in layout.main]
+        listed = {"plan_work_ptr": plan.work, "plan_entry_ptr": walked["entry_ptr"], "start_ptr": plan.start}
+        listed |= {"made_ptr": plan.made, "chain_ptr": plan.chain}
+        grids = len(plan.work), plan.programs, len(plan.work), len(plan.chain) - 1
+        within = [each.bind(grid, **listed) for each, grid in zip(layout.within, grids)]
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
-        self._kernels = LaunchSequence(layout.begin, *self._main, self._finish, self._combine)
+        self._kernels = LaunchSequence(layout.begin, *within, *self._main, self._finish, self._combine)
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         return self.layout.finish.bind(self.layout.pieces, chain_ptr=self.plan.chain)
@@ -224,7 +259,7 @@ class Backward:
         if not self.layout.learns:
             return self._run(dout, dlse, saved, lengths, changes)[0], [None] * len(changes.tensors())
         changed = self.layout.changed
-        call = HopperCall(self.plan, saved.q, saved.k, saved.lse)
+        call = HopperCall(self.plan, saved.q, saved.k, saved.lse, has_lengths=lengths is not None)
         kinds = list(zip(changed.all, changes.changes, self._bound))
         memory = [kind.memory(change, call, bound) for kind, change, bound in kinds]
         gradients, rows = self._run(dout, dlse, saved, lengths, changes, changed.memory_arguments(memory))
@@ -245,6 +280,8 @@ class Backward:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         gradients, given = self.layout.given(dout, dlse, saved, lengths)
         given |= written or {}
+        if self.layout.within:
+            given |= self._lists_within()
         if changes is not None:
             given |= self.layout.changed.tensors(changes)
         if self._combine is not None:
@@ -255,6 +292,15 @@ class Backward:
             ready.wait()
         self._kernels(given)
         return gradients, given["rows_ptr"]
+
+    def _lists_within(self) -> dict[str, Tensor]:
+        """Memory for the lists of what lies within the lengths of a call."""
+        work, entries = torch.empty_like(self.plan.work), torch.empty_like(self.plan.walked()[2])
+        time, moment = (x.new_empty(len(x), dtype=torch.int64) for x in (work, entries))
+        return {
+            "work_ptr": work, "time_ptr": time, "entry_ptr": entries, "entries_ptr": entries, "moment_ptr": moment,
+            "added_ptr": entries.new_empty(len(entries)), "cursor_ptr": torch.empty_like(self.plan.chain),
+        }  # fmt: skip
 
     def dynamic(self) -> DynamicBackward | None:
         return DynamicBackward(self.layout, self.plan.programs)

@@ -15,8 +15,9 @@ from sparseflash.backends.triton.persistent.backward_plan import ITEM_FIRST_KEY,
 class HopperCall:
     """One call of a backward: allocates memory for the gradients of score modifications, and sums it."""
 
-    def __init__(self, plan: BackwardPlan, q: Tensor, k: Tensor, lse: Tensor) -> None:
-        self.lse = lse
+    def __init__(self, plan: BackwardPlan, q: Tensor, k: Tensor, lse: Tensor, *, has_lengths: bool) -> None:
+        """has_lengths: whether the kernel leaves out tiles past the lengths."""
+        self.lse, self.has_lengths = lse, has_lengths
         # The gradient of a sink's score over the sink's weight, `[B, Hq, Nq]`; set once the kernels have run.
         self.drow: Callable[[], Tensor]
         self._plan, self._device = plan, q.device

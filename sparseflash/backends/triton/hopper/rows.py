@@ -84,6 +84,7 @@ def in_rows(dq, ROWS: tl.constexpr, D: tl.constexpr):
 )  # fmt: skip
 def finish_kernel(
     acc_ptr, chain_ptr,  # fp32 [chains, TILE_ROWS, SENT]; int32 [B * Hq * row_tiles + 1], the first of each tile
+    counter_ptr,  # int32 [chains, STEPS], the additions to each; or None if every chain has some
     dq_ptr, scale, heads, q_len, row_tiles, dq_strides,
     D: tl.constexpr, SENT: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -99,7 +100,10 @@ def finish_kernel(
     first_chain = tl.load(chain_ptr + tile)
     for i in tl.range(0, tl.load(chain_ptr + tile + 1) - first_chain):
         place = (first_chain + i) * STEPS + piece
-        total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * SENT) + at, mask=at < ROWS * SENT, other=0.0)
+        count = ROWS * SENT
+        if counter_ptr is not None:
+            count = tl.where(tl.load(counter_ptr + place) > 0, count, 0)
+        total += tl.load(acc_ptr + place.to(tl.int64) * (ROWS * SENT) + at, mask=at < count, other=0.0)
     total = in_rows(total, ROWS, PADDED_D)
     first = tl.cast(batch, tl.int64) * dq_strides[0] + tl.cast(head, tl.int64) * dq_strides[1]
     target = dq_ptr + first + tl.cast(row, tl.int64)[:, None] * dq_strides[2] + column[None, :]

@@ -153,7 +153,7 @@ def yields(request: Request) -> str | None:
         is_small = request.block == SMALL and not is_64
     if min(request.block) < min(BLOCK) and not is_small:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
-    if request.lengths and backward:
+    if request.lengths and backward and (request.dynamic or not _is_one_kernel(request)):
         return "the portable backward skips what lies past the lengths"
     least: float = LIMITS.least_queries(
         request.dims, request.block, backward=backward, dynamic=request.dynamic, filled=_fills_tiles(request)
@@ -216,9 +216,13 @@ def has_few_queries(tokens: tuple[int, int], keys: float) -> bool:
 def _least_few_queries(request: Request) -> float:
     """From this number of queries on, these kernels are chosen for few queries of many keys."""
     if request.backward:  # wide heads and tiles of 64 have a kernel for dq that does not cut rows
-        is_one = max(request.dims) <= WIDEST_BACKWARD and _backward_tile(request) == BLOCK
-        return LIMITS.few_queries_backward if is_one else math.inf
+        return LIMITS.few_queries_backward if _is_one_kernel(request) else math.inf
     return LIMITS.few_queries if is_common(request.dims) else LIMITS.few_queries_other
+
+
+def _is_one_kernel(request: Request) -> bool:
+    """Whether one kernel computes dk, dv and dq."""
+    return max(request.dims) <= WIDEST_BACKWARD and _backward_tile(request) == BLOCK
 
 
 def _fills_tiles(request: Request) -> bool:

@@ -18,6 +18,8 @@ from sparseflash.dropout import Dropout
 # Examples of arguments that only some launches have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
 SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
+SOME_LIST = torch.empty(16, dtype=torch.int32, device="meta")
+SOME_TIMES = torch.empty(16, dtype=torch.int64, device="meta")
 SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")
 SOME_COORDINATES = torch.empty(16, dtype=torch.int32, device="meta")
 

@@ -118,7 +118,10 @@ class BackwardPlan:
     start: Tensor  # int32 [programs + 1], the first item of each program
     work: Tensor  # int32 [W, ITEM]
     entries: Tensor  # int32 [E, ENTRY], some perhaps unused
-    chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
+    # int32 [B * Hq * tiles + 1], the first addition to each tile of queries, if the additions to all tiles were listed
+    # tile by tile; and the first chain of each.
+    made: Tensor
+    chain: Tensor
     words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, with keys as rows
     chains: int  # at least the number of chains
     merged: Tensor  # int32 [items that are cut, CUT_ITEM]
@@ -126,7 +129,7 @@ class BackwardPlan:
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        ready = ReadyEvent((self.start, self.work, self.entries, self.chain, self.words, self.merged))
+        ready = ReadyEvent((self.start, self.work, self.entries, self.made, self.chain, self.words, self.merged))
         object.__setattr__(self, "ready", ready)
 
     @property
@@ -167,7 +170,7 @@ def items_alone(
     is_cut = count > 1
     merged = work.new_zeros(int(is_cut.sum()), CUT_ITEM.value)
     return BackwardPlan(
-        start, work, nothing.view(0, ENTRY.value), start[:1], nothing, 0, merged, int(count[is_cut].sum())
+        start, work, nothing.view(0, ENTRY.value), start[:1], start[:1], nothing, 0, merged, int(count[is_cut].sum())
     )
 
 

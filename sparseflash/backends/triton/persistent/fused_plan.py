@@ -118,8 +118,11 @@ def _planned(
         items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,
         moment, added, work, listed, *place, items, programs, heads, keys, rules._CLEARLY,
     )  # fmt: skip
-    kernels.rank.start(tiles, made, moment, added, listed, tiles)
-    return BackwardPlan(start[: programs + 1], work, listed, made[1], words, chains, merged[:cut], parts_cut)
+    kernels.rank.start(tiles, made[0], made[1], cursor, moment, added, listed)
+    first_made, first_chain = made
+    return BackwardPlan(
+        start[: programs + 1], work, listed, first_made, first_chain, words, chains, merged[:cut], parts_cut
+    )  # fmt: skip
 
 
 class _Kernels(NamedTuple):

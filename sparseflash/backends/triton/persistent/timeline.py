@@ -253,12 +253,15 @@ def entry_kernel(
         tl.store(added_ptr + at, number, mask=here)
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def rank_kernel(made_ptr, moment_ptr, added_ptr, entries_ptr, tiles):
+@triton.jit(do_not_specialize_on_alignment=["made_ptr", "chain_ptr"])
+def rank_kernel(
+    made_ptr, chain_ptr, cursor_ptr,  # int32 [tiles + 1], the first addition and chain; [tiles], the additions
+    moment_ptr, added_ptr, entries_ptr,
+):  # fmt: skip
     """Writes the chain and the rank of every addition to one tile of queries."""
     tile = tl.program_id(0)
-    first_made, chain = tl.load(made_ptr + tile), tl.load(made_ptr + tiles + 1 + tile)
-    count, chains = tl.load(made_ptr + tile + 1) - first_made, tl.load(made_ptr + tiles + 2 + tile) - chain
+    first_made, chain = tl.load(made_ptr + tile), tl.load(chain_ptr + tile)
+    count, chains = tl.load(cursor_ptr + tile), tl.load(chain_ptr + tile + 1) - chain
     for first in range(0, count, AT_ONCE):
         place = first + tl.arange(0, AT_ONCE)
         here = place < count

@@ -65,6 +65,8 @@ def backward_plan(
     row = head * rows + index[source]
     tiles = batch * heads * rows
     shortest = rules._SHORTEST_CHAIN if may_wait else rules.ONE_CHAIN
+    made = torch.zeros(tiles + 1, dtype=torch.int64)
+    made[1:] = torch.bincount(row, minlength=tiles).cumsum(0)
     chain, rank, chains = chained(row, time, program, rows, tiles, programs, shortest)
 
     first_key = number % columns * lists.tiling.held
@@ -73,7 +75,8 @@ def backward_plan(
     parts_cut = int(merged[:, CUT_PARTS.value].sum())
     most = int(chains[-1]) if may_wait else tiles
     words = bits_by_key(lists)
-    return BackwardPlan(start.int(), work.int(), entries.int(), chains.int(), words, most, merged, parts_cut)
+    listed = start.int(), work.int(), entries.int(), made.int(), chains.int()
+    return BackwardPlan(*listed, words, most, merged, parts_cut)
 
 
 def cut(start: Tensor, size: Tensor, programs: int, rule: cuts.Rule) -> tuple[Items, Tensor]:

@@ -26,7 +26,7 @@ from tests.drawn.dynamic_masks import made_dynamic
 from tests.drawn.masks import SEEDS, block_masks
 from tests.watched.waiting import NoWaiting, waiting_raises
 
-ARRAYS = ("start", "work", "entries", "chain", "words", "merged")
+ARRAYS = ("start", "work", "entries", "made", "chain", "words", "merged")
 AT_ONCE = 16
 CUT = cuts.Rule(far=0, worth=0, parts=64, shortest=2)
 
