@@ -19,6 +19,7 @@ class Limits(NamedTuple):
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 512
     backward_queries_filled_64: int = 4096  # in small blocks that fill tiles of 128, at D = 64
+    backward_queries_padded: int = 2048  # of sequences with lengths
     most_keys_a_query: int = 4  # beyond this, queries are few and the portable kernels split their keys
     few_queries: int = 16  # from this number on, the forward of few queries is chosen all the same
     few_queries_other: int = 128  # the same at head dims without a configuration of their own

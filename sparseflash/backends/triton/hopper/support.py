@@ -167,6 +167,8 @@ def yields(request: Request) -> str | None:
             )
         if backward:  # their tiles of keys are many
             least = least_few
+    if request.lengths and backward:
+        least = max(least, LIMITS.backward_queries_padded)
     if q_len < least:
         return (
             f"the portable {direction} is about as fast or faster, its launch included, below {least:,} queries at D = "

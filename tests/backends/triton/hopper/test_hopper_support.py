@@ -98,6 +98,7 @@ BELOW = "the portable {} is about as fast or faster, its launch included, below 
          {"tokens": (127, 16384), "dims": (80, 80)}),
         (BELOW.format("forward", "512", 64, "511"), {"tokens": (511, 511)}),
         (BELOW.format("backward", "512", 128, "511"), {"tokens": (511, 511), "dims": (128, 128), "backward": True}),
+        (BELOW.format("backward", "2,048", 64, "2,047"), {"tokens": (2047, 2047), "lengths": True, "backward": True}),
     ],
 )  # fmt: skip
 def test_where_the_portable_kernels_are_faster_they_are_chosen(reason, change):
