@@ -11,7 +11,7 @@ import torch
 
 from experiments.lm.config import Config
 from experiments.lm.data.store import Part
-from experiments.lm.model.remembered import Layer, cast_matrices, next_scores, put_row, remembered
+from experiments.lm.model.remembered import Layer, cast_weights, next_scores, put_row, remembered
 from experiments.lm.model.transformer import LanguageModel
 from experiments.training.clock import synchronize
 from sparseflash.cli.pattern_text import parts
@@ -90,7 +90,7 @@ def all_measured(
     say: Callable[[str], None],
 ) -> list[Speed]:  # fmt: skip
     """Of a model that is used for nothing else afterwards."""
-    cast_matrices(model)
+    cast_weights(model)
     found = []
     for batch in batches:
         each = measured(model, config, part, batch, prompt, tokens)

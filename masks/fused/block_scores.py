@@ -34,8 +34,6 @@ def lists_by_scores(
     block_n = columns_of_a_tile(q, of)
     constants = constants_of(q, k, of, bounds, max(of.rows, 64), block_n)
     index = torch.empty(batch * heads, of.lists, top_k, dtype=torch.int32, device=q.device)
-    begins = torch.zeros(of.lists, dtype=torch.int32, device=q.device)
-    stops = torch.full_like(begins, of.blocks)
     tile = constants.block_m // of.rows  # lists
     step = max(1, _AT_ONCE // (batch * heads * max(1, of.blocks)) // tile) * tile
     kernel = _kernel(
@@ -51,7 +49,7 @@ def lists_by_scores(
             col_tiles, start, count, rows, k.shape[2], of.q_len, of.k_len - of.q_len, of.row_tokens, of.column_tokens,
             of.blocks, of.sinks, of.near, factor, *q.stride()[:3], *k.stride()[:3], *constants,
         )  # fmt: skip
-        write_largest(scores, begins, stops, index, start)
+        write_largest(scores, None, None, index, start)
         if in_order:
             part = index[:, start : start + count]
             found = scores.gather(2, part.clamp(min=0).long()).masked_fill(part < 0, -torch.inf)

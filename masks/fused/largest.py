@@ -17,8 +17,9 @@ _WIDEST = 8192  # scores of a row that are in registers with all warps
 
 
 def write_largest(
-    scores: Tensor, begins: Tensor, stops: Tensor, index: Tensor, start: int, *, first: int = 0, last: int = 0
-) -> None:
+    scores: Tensor, begins: Tensor | None, stops: Tensor | None, index: Tensor, start: int, *, first: int = 0,
+    last: int = 0,
+) -> None:  # fmt: skip
     """Writes into `index` the numbers of the largest scores of each row, ascending, and -1 if a row has fewer.
 
     Of equal scores the first ones are taken. NaN and -inf are never taken.
@@ -26,7 +27,7 @@ def write_largest(
     Args:
         scores: fp32 `[lists, rows, n]`, contiguous.
         begins, stops: int32, of each of all rows: its candidates are those from `begin` to before `stop`. The other
-            scores are not read.
+            scores are not read. None: all are candidates.
         index: int32 `[lists, all rows, k]`, contiguous; the rows from `start` on are written.
         first, last: candidates at the beginning and at the end that are always taken.
     """
@@ -36,7 +37,7 @@ def write_largest(
         of_a_warp = size <= 2 * _OF_A_WARP
         rows_of = max(1, (_OF_A_WARP if of_a_warp else _IN_REGISTERS) // size)
         kernel = _shorter_kernel if of_a_warp else _short_kernel
-        kernel(index.device, size, index.data_ptr() % 16, scores.data_ptr() % 16).start(
+        kernel(index.device, size, begins is None, index.data_ptr() % 16, scores.data_ptr() % 16).start(
             -(-lists * rows // rows_of), scores, begins, stops, index, lists, rows, count, index.shape[1], start,
             index.shape[2], first, last, rows_of, size,
         )  # fmt: skip
@@ -45,7 +46,7 @@ def write_largest(
     width = max(1024, 2 << (k - 1).bit_length())
     width = width if width <= _WIDEST else 0
     scratch = torch.empty(lists * rows, width, dtype=torch.int32, device=index.device) if width else None
-    _kernel(index.device, width, index.data_ptr() % 16, scores.data_ptr() % 16).start(
+    _kernel(index.device, width, begins is None, index.data_ptr() % 16, scores.data_ptr() % 16).start(
         lists * rows, scores, begins, stops, index, scratch, rows, count, index.shape[1], start, k, first, last, _SIZE,
         width,
     )  # fmt: skip
@@ -167,7 +168,7 @@ def _candidates(scores_ptr, scratch_ptr, begin, stop, k, first, last, WIDTH: tl.
     do_not_specialize_on_alignment=["begins_ptr", "stops_ptr"],
 )
 def largest_kernel(
-    scores_ptr, begins_ptr, stops_ptr,  # fp32 [lists, rows, count]; int32 [all_rows]
+    scores_ptr, begins_ptr, stops_ptr,  # fp32 [lists, rows, count]; int32 [all_rows], or None
     index_ptr,  # int32 [lists, all_rows, k], written
     scratch_ptr,  # int32 [lists, rows, WIDTH], or None
     rows, count, all_rows, start, k, first, last,
@@ -177,7 +178,9 @@ def largest_kernel(
     row = tl.program_id(0) % rows
     scores_ptr += tl.program_id(0).to(tl.int64) * count
     index_ptr += ((tl.program_id(0) // rows).to(tl.int64) * all_rows + start + row) * k
-    begin, stop = tl.load(begins_ptr + start + row), tl.minimum(tl.load(stops_ptr + start + row), count)
+    begin, stop = 0, count
+    if begins_ptr is not None:
+        begin, stop = tl.load(begins_ptr + start + row), tl.minimum(tl.load(stops_ptr + start + row), count)
     taken = 0
     if WIDTH == 0:
         taken = _write_by_bytes(scores_ptr, index_ptr, begin, stop, k, first, last, SIZE)
@@ -213,8 +216,10 @@ def short_kernel(
     number = tl.arange(0, SIZE)[None, :]
     exists = row < lists * rows
     in_list, at = row // rows, start + row % rows
-    begin = tl.load(begins_ptr + at, mask=exists, other=0)[:, None]
-    stop = tl.minimum(tl.load(stops_ptr + at, mask=exists, other=0), count)[:, None]
+    begin, stop = 0, tl.where(exists, count, 0)[:, None]
+    if begins_ptr is not None:
+        begin = tl.load(begins_ptr + at, mask=exists, other=0)[:, None]
+        stop = tl.minimum(tl.load(stops_ptr + at, mask=exists, other=0)[:, None], stop)
     key, live = _keys(scores_ptr + (row.to(tl.int64) * count)[:, None], number, begin, stop, first, last)
     key = tl.where(live, key, 0)
     take = _taken(key, live, _kth(key, k, ROWS), k)

@@ -54,8 +54,11 @@ class KVCache:
     def capacity(self) -> int:
         return self.k.shape[2]
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Adds the keys and values of new tokens, `[B, Hkv, N, D]`, of the cache's dtype and on its device."""
+    def append(self, k: Tensor, v: Tensor, places: Tensor | None = None) -> None:
+        """Adds the keys and values of new tokens, `[B, Hkv, N, D]`, of the cache's dtype and on its device.
+
+        places: what `next_places` gives, for callers that have it already.
+        """
         for name, x in (("k", k), ("v", v)):
             if dense_tensor(x, name).dtype != self.k.dtype:
                 raise TypeError(f"{name} must have the cache's dtype {self.k.dtype}; got {x.dtype}. Cast it first.")
@@ -74,7 +77,7 @@ class KVCache:
                 f"{list(v.shape)}."
             )
         check_room(self, k.shape[2])
-        places = next_places(self, k.shape[2])
+        places = next_places(self, k.shape[2]) if places is None else places
         self.k.index_copy_(2, places, k)
         self.v.index_copy_(2, places, v)
         self.lengths.add_(k.shape[2])

@@ -14,15 +14,15 @@ from sparseflash.blockmask.arguments import dense_tensor, integer
 
 _BASE = 10_000.0  # tokens over which the slowest angle of a sequence grows by about 1
 _WAVELENGTHS = (3.0, 400.0)  # pixels, for the fastest and the slowest angle of an image
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [B or 1, 1, N, D / 2], fp32
+Rotation = Tensor  # the matrices [[cosine, -sine], [sine, cosine]] of all pairs, [B or 1, 1, N, 2, 2, D / 2], fp32
 
 
 class Rotary(nn.Module):
     """The rotation of tokens by their positions in a sequence.
 
-    >>> cosine, sine = Rotary(64)(torch.arange(100))
-    >>> cosine.shape
-    torch.Size([1, 1, 100, 32])
+    >>> rotation = Rotary(64)(torch.arange(100))
+    >>> rotate(torch.randn(2, 4, 100, 64), rotation).shape
+    torch.Size([2, 4, 100, 64])
 
     Args:
         head_dim: D, features of a head, even.
@@ -51,8 +51,9 @@ class Rotary(nn.Module):
 class Rotary2D(nn.Module):
     """The rotation of pixels by their rows and columns, in an image whose rows follow one another.
 
-    >>> Rotary2D(64, width=32)(torch.arange(32 * 32))[0].shape
-    torch.Size([1, 1, 1024, 32])
+    >>> rotation = Rotary2D(64, width=32)(torch.arange(32 * 32))
+    >>> rotate(torch.randn(2, 4, 1024, 64), rotation).shape
+    torch.Size([2, 4, 1024, 64])
 
     Half of the angles grow with the row, half with the column. The wavelengths suit images of a few hundred pixels a
     side, and do not depend on `width`, so a model can read larger images than it was trained on.
@@ -96,7 +97,7 @@ def line_rates(head_dim: int, base: float = _BASE, *, device: torch.device | Non
     """
     _check_head_dim(head_dim, 2)
     count = head_dim // 2
-    return base ** -(torch.arange(count, device=device, dtype=torch.float32) / count)
+    return base ** (torch.arange(0, -count, -1, device=device, dtype=torch.float32) / count)
 
 
 def line_rotation(positions: Tensor, rates: Tensor) -> Rotation:
@@ -120,18 +121,19 @@ def plane_rotation(row: Tensor, column: Tensor, rates: Tensor) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """x `[B, H, N, D]` with features i and i + D / 2 rotated as a pair, in fp32, returned in its own dtype.
+    """x `[B, H, N, D]` with features i and i + D / 2 rotated as a pair, at least in fp32, returned in its own dtype.
 
     >>> rotate(torch.ones(1, 1, 1, 2), Rotary(2)(torch.tensor([0])))
     tensor([[[[1., 1.]]]])
     """
-    cosine, sine = rotation
-    if x.shape[-1] != 2 * cosine.shape[-1]:
+    if not isinstance(rotation, Tensor):
+        raise TypeError(f"rotation must be what Rotary or Rotary2D returns; got {type(rotation).__name__}.")
+    if x.shape[-1] != 2 * rotation.shape[-1]:
         raise ValueError(
-            f"x must have the head dim of the rotation, {2 * cosine.shape[-1]}; got {x.shape[-1]} features."
+            f"x must have the head dim of the rotation, {2 * rotation.shape[-1]}; got {x.shape[-1]} features."
         )
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1).to(x.dtype)
+    products: Tensor = rotation * x.unflatten(-1, (1, 2, -1))
+    return products.sum(-2).flatten(-2).to(x.dtype)
 
 
 def _check_head_dim(head_dim: int, parts: int) -> None:
@@ -154,8 +156,11 @@ def _by_batch(positions: Tensor) -> Tensor:
 
 def _angles(positions: Tensor, rates: Tensor) -> Tensor:
     """Radians in fp64: in fp32 an angle at position 16,000,000 is off by up to 1."""
-    return positions[..., None].double() * rates.double()
+    return positions[..., None] * rates.double()
 
 
 def _rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
-    return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+    angles = angles.unsqueeze(1)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    matrices: Tensor = torch.stack([cosine, -sine, sine, cosine], -2).unflatten(-2, (2, 2))
+    return matrices

@@ -153,11 +153,11 @@ class SparseSelfAttention(Heads):
             raise TypeError(f"cache must be a KVCache, as layer.new_cache makes it; got {type(cache).__name__}.")
         if cache is not None:
             check_device(cache, x)
-        q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
+        both, v = self.split(self.qkv(x), self.num_heads + self.kv_heads, self.kv_heads)
+        places = None if cache is None else next_places(cache, x.shape[1])
         if self.rotary is not None:
             if positions is None:
-                tokens = x.shape[1]
-                positions = torch.arange(tokens, device=x.device) if cache is None else next_places(cache, tokens)
+                positions = torch.arange(x.shape[1], device=x.device) if places is None else places
             elif isinstance(positions, Tensor) and positions.device != x.device:
                 raise ValueError(f"positions must be on x's device {x.device}; they are on {positions.device}.")
             rotation = self.rotary(positions)
@@ -166,11 +166,12 @@ class SparseSelfAttention(Heads):
                     f"positions must have shape [{x.shape[1]}] or [{x.shape[0]}, {x.shape[1]}]; got "
                     f"{list(positions.shape)}."
                 )
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            both = rotate(both, rotation)
+        q, k = both.split([self.num_heads, self.kv_heads], 1)
         if cache is not None:
             if lengths is not None or mask is not None:
                 raise ValueError("cache must not be given with lengths or a mask; got both.")
-            return self._with_cache(q, k, v, cache, scores)
+            return self._with_cache(q, k, v, cache, places, scores)
         own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
         own = padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths)
         out: Tensor = self.out(self.attend(q, k, v, own, scores))
@@ -179,7 +180,7 @@ class SparseSelfAttention(Heads):
     without_others(forward)
 
     def _with_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scores: Scores | Change | None
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, places: Tensor | None, scores: Scores | Change | None
     ) -> Tensor:  # fmt: skip
         """If anything fails, the cache is left as it was."""
         if self.training or torch.is_grad_enabled():
@@ -190,7 +191,7 @@ class SparseSelfAttention(Heads):
         mask = self.mask.causal_of(cache.k.shape[0], self.num_heads, cache.capacity, q.device)
         start = cache.length
         try:
-            cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
+            cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype), places)
             mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, mask, scores).to(q.dtype)
             out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         except BaseException:

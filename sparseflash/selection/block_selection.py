@@ -78,9 +78,8 @@ class BlockSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        rotation = self.index_rotation(frame)
-        index_q = self.index_queries(x, rotation, self.index_norm_q)
-        index_k = self.index_keys(x, rotation, self.index_norm_k, frame, cache)
+        index_q = self.index_queries(x, self.index_norm_q)
+        index_q, index_k = self.with_keys(index_q, x, self.index_norm_k, frame, cache)
         index = self.choice(index_q, index_k, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, index_q, index_k, index, frame)

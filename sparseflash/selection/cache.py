@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -63,39 +63,46 @@ def ended_of(tokens: Tensor, span: int, step: int) -> Tensor:
 
 
 def of_blocks(
-    summary: Callable[[Tensor, Tensor], Tensor], x: Tensor, frame: Frame, cache: SelectionCache | None, name: str, *,
-    span: int, step: int,
-) -> Tensor:  # fmt: skip
-    """One row for each complete block: `[B, H, blocks, F]`, or with room past them if there is a cache.
+    summary: Callable[..., tuple[Tensor, ...]], of: Mapping[str, Tensor], frame: Frame, cache: SelectionCache | None,
+    *, span: int, step: int,
+) -> list[Tensor]:  # fmt: skip
+    """One row for each complete block of each tensor: `[B, H, blocks, F]`, or with room past them if there is a cache.
 
-    summary: takes the keys of blocks `[B, H, n, span, D]` and the first places of these blocks, int64 `[n]`, and
-        returns their rows `[B, H, n, F]`.
-    x: `[B, H, Nk, D]`, of all keys, the cached ones included.
+    summary: takes the keys of blocks `[B, H, n, span, D]` of each tensor, and the first places of these blocks, int64
+        `[n]`, and returns their rows `[B, H, n, F]`.
+    of: `[B, H, Nk, D]`, of all keys, the cached ones included, by the name of their rows in the cache.
     """
     if cache is not None and frame.place is not None:
-        return _with_last_block(summary, x, frame.place, cache, name, span, step)
+        return _with_last_block(summary, of, frame.place, cache, span, step)
     start = 0 if cache is None else ended(frame.start, span, step)
     stop = ended(frame.k_len, span, step)
     firsts = torch.arange(start, stop, device=frame.device) * step
     if stop > start:
-        blocks = x[:, :, start * step : (stop - 1) * step + span].unfold(2, span, step).transpose(3, 4)
+        room = slice(start * step, (stop - 1) * step + span)
+        blocks = [x[:, :, room].unfold(2, span, step).transpose(3, 4) for x in of.values()]
     else:
-        blocks = x[:, :, :0, None].expand(-1, -1, -1, span, -1)
-    rows = summary(blocks, firsts)
-    return rows if cache is None else cache.write(name, firsts // step, rows)
+        blocks = [x[:, :, :0, None].expand(-1, -1, -1, span, -1) for x in of.values()]
+    rows = summary(*blocks, firsts)
+    return list(rows) if cache is None else _written(cache, of, firsts // step, rows)
 
 
 def _with_last_block(
-    summary: Callable[[Tensor, Tensor], Tensor], x: Tensor, place: Tensor, cache: SelectionCache, name: str, span: int,
-    step: int,
-) -> Tensor:  # fmt: skip
+    summary: Callable[..., tuple[Tensor, ...]], of: Mapping[str, Tensor], place: Tensor, cache: SelectionCache,
+    span: int, step: int,
+) -> list[Tensor]:  # fmt: skip
     """The row of the last complete block is computed at every token, because a CUDA graph has no branches.
 
     Before the first block is complete it is that of block 0, which is not read.
     """
-    if cache.more[name].shape[2] == 0:
-        return cache.more[name]
+    kept = [cache.more[name] for name in of]
+    if kept[0].shape[2] == 0:
+        return kept
     row = (place + (1 - span)).div(step, rounding_mode="floor").clamp(min=0)
     first = row * step
-    block = x.index_select(2, first + torch.arange(span, device=x.device)).unsqueeze(2)
-    return cache.write(name, row, summary(block, first))
+    places = first + torch.arange(span, device=place.device)
+    blocks = [x.index_select(2, places).unsqueeze(2) for x in of.values()]
+    return _written(cache, of, row, summary(*blocks, first))
+
+
+def _written(cache: SelectionCache, names: Iterable[str], places: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
+    return [cache.write(name, places, row) for name, row in zip(names, rows, strict=True)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash.blockmask.running_sums import running_sums
 from sparseflash.nn.kv_cache import KVCache, next_places
+from sparseflash.nn.rotary import Rotation
 from sparseflash.selection.context import Context
 
 
@@ -58,26 +59,34 @@ class Frame(NamedTuple):
     """Query i is at place `start + i` of the `start + q_len` keys.
 
     packing: of packed documents, which have no cache. context: of a sequence on several ranks; the keys are also those
-    of the ranks before. lengths: int32 `[B]`, the keys of each sequence, if one token follows a cache: see `after`.
+    of the ranks before. bounds: where the document of each query begins and its room ends, int32 `[2, Nq]`; None
+    without documents. rotation: of the queries' tokens; None without rotary positions.
+
+    If one token follows a cache, of which a CUDA graph may replay the step, see `after`: lengths, int32 `[B]`, are the
+    keys of each sequence, and place, int64 `[1]`, is the token's.
     """
 
     start: int
     q_len: int
     device: torch.device
     packing: Packing | None = None
-    lengths: Tensor | None = None
     context: Context | None = None
+    bounds: Tensor | None = None
+    rotation: Rotation | None = None
+    lengths: Tensor | None = None
     place: Tensor | None = None
 
     @classmethod
     def after(cls, cache: KVCache) -> Frame:
         """One token after those in the cache: keys are the whole cache, with room past the token.
 
-        `lengths` and `place`, int64 `[1]`, are read on the device, and nothing from the host, so that a CUDA graph
-        replays the step. All sequences are equally long.
+        Its place is read on the device, and nothing on the host. All sequences are equally long. The bounds are of a
+        document that ends with the token. Several layers whose caches are equally long can share the frame.
         """
+        lengths = cache.lengths + 1
+        bounds = torch.nn.functional.pad(lengths[:1], (1, 0)).unsqueeze(1)
         return cls(
-            cache.capacity - 1, 1, cache.lengths.device, lengths=cache.lengths + 1, place=next_places(cache, 1)
+            cache.capacity - 1, 1, lengths.device, bounds=bounds, lengths=lengths, place=next_places(cache, 1)
         )  # fmt: skip
 
     @property
@@ -95,16 +104,6 @@ class Frame(NamedTuple):
     @property
     def share(self) -> float:
         return 1.0 if self.context is None else self.context.count / self.context.tokens
-
-    @property
-    def bounds(self) -> Tensor | None:
-        """Where the document of each query begins and its room ends, int32 `[2, Nq]`; None without documents.
-
-        After a cache it ends with the last token.
-        """
-        if self.lengths is not None:
-            return torch.nn.functional.pad(self.lengths[:1], (1, 0)).unsqueeze(1)
-        return None if self.packing is None else self.packing.bounds
 
     @property
     def new_places(self) -> Tensor:

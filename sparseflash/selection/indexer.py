@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash.blockmask.arguments import check_at_least_one
-from sparseflash.nn.rotary import Rotary, Rotation, rotate
+from sparseflash.nn.rotary import Rotary, Rotation
 from sparseflash.selected_tokens import token_scores
 from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.choice import chunks, tokens_of
 from sparseflash.selection.frame import Frame
-from sparseflash.selection.layer import SelectionLayer, normalised
+from sparseflash.selection.layer import SelectionLayer, normalised, rotated
 
 Teach = Literal["visible", "chosen"]
 
@@ -50,7 +50,9 @@ class IndexedLayer(SelectionLayer):
         query_features = self.embed_dim if query_features is None else query_features
         self.index_q = nn.Linear(query_features, index_heads * index_dim, bias=False, device=device, dtype=dtype)
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
-        self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
+        self.index_rotary = self.rotary
+        if self.rotary is not None and self.rotary.head_dim != index_dim:
+            self.index_rotary = Rotary(index_dim, base=self.rotary.base)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin without the loss, which holds its graph: PyTorch refuses to copy it.
@@ -62,23 +64,28 @@ class IndexedLayer(SelectionLayer):
 
     def index_rotation(self, frame: Frame, places: Tensor | None = None) -> Rotation | None:
         """The rotation of the indexer's queries or keys at these places; by default, of the new tokens."""
+        if places is None and self.index_rotary is self.rotary:
+            return frame.rotation
         if self.index_rotary is None:
             return None
         found: Rotation = self.index_rotary(frame.positions(frame.new_places if places is None else places))
         return found
 
-    def index_queries(self, x: Tensor, rotation: Rotation | None, norm: nn.RMSNorm | None = None) -> Tensor:
-        """The indexer's queries `[B, Hi, N, d]`, rotated."""
-        q = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
-        return rotated(q if norm is None else normalised(q, norm), rotation)
+    def index_queries(self, x: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        """The indexer's queries `[B, Hi, N, d]`, not rotated."""
+        q: Tensor = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
+        return q if norm is None else normalised(q, norm)
 
-    def index_keys(
-        self, x: Tensor, rotation: Rotation | None, norm: nn.RMSNorm | nn.LayerNorm, frame: Frame,
-        cache: SelectionCache | None,
-    ) -> Tensor:  # fmt: skip
-        """The indexer's keys `[B, 1, Nk, d]`, rotated: those of x behind those of earlier tokens, which are kept."""
-        k = frame.joined(rotated(normalised(self.index_k(x.detach()), norm).unsqueeze(1), rotation))
-        return k if cache is None else cache.write("index_k", frame.new_places, k)[:, :, : frame.k_len]
+    def with_keys(
+        self, q: Tensor, x: Tensor, norm: nn.RMSNorm | nn.LayerNorm, frame: Frame, cache: SelectionCache | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The indexer's queries, and its keys `[B, 1, Nk, d]`: those of x behind those of earlier tokens, which are
+        kept. Both are rotated.
+        """
+        k = normalised(self.index_k(x.detach()), norm).unsqueeze(1)
+        q, k = rotated(self.index_rotation(frame), q, k)
+        k = frame.joined(k)
+        return q, k if cache is None else cache.write("index_k", frame.new_places, k)[:, :, : frame.k_len]
 
     @property
     def teaches(self) -> bool:
@@ -139,8 +146,3 @@ class IndexedLayer(SelectionLayer):
 
         parts = [checkpoint(of_chunk, rows[part], use_reentrant=False) for part in chunks(len(rows), per_row)]
         return torch.stack(parts).sum() / len(rows) * frame.share
-
-
-def rotated(x: Tensor, rotation: Rotation | None) -> Tensor:
-    """x, rotated if there is a rotation."""
-    return x if rotation is None else rotate(x, rotation)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.blockmask.arguments import check_at_least_one
-from sparseflash.nn.rotary import Rotation, rotate
-from sparseflash.selection.layer import normalised
+from sparseflash.nn.rotary import Rotation
+from sparseflash.selection.layer import normalised, rotated
 
 
 class Latent(NamedTuple):
@@ -68,8 +68,7 @@ class LatentProjections(nn.Module):
         q = self.q_up(self.query_latent(x)).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         plain, turned = q.split([self.of.plain, self.of.rotated], 3)
         latent, shared = self.kv_down(x).unsqueeze(1).split([self.of.rank, self.of.rotated], 3)
-        if rotation is not None:
-            turned, shared = rotate(turned, rotation), rotate(shared, rotation)
+        turned, shared = rotated(rotation, turned, shared)
         q = torch.cat([plain @ self.k_up.to(plain.dtype), turned], 3)
         return q, torch.cat([normalised(latent, self.kv_norm), shared], 3)
 

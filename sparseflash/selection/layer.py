@@ -149,7 +149,9 @@ class SelectionLayer(Heads):
                 frame = Frame.after(cache)
             else:
                 start = length_on_host(cache) if cache is not None else 0 if context is None else context.start
-                frame = Frame(start, x.shape[1], x.device, packing, context=context)
+                bounds = None if packing is None else packing.bounds
+                frame = Frame(start, x.shape[1], x.device, packing, context, bounds)
+            frame = frame._replace(rotation=self.rotation(frame, frame.new_places))
             mixed = self._mixed(x, frame, cache)
         out: Tensor = self.out(mixed if packing is None else packing.collect(mixed))
         return out
@@ -168,12 +170,9 @@ class SelectionLayer(Heads):
         v = values.unflatten(-1, (pairs, self.value_dim)).transpose(1, 2)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = normalised(q, self.norm_q), normalised(k, self.norm_k)
-        rotation = self.rotation(frame, frame.new_places)
-        if rotation is not None:
-            q = rotate(q, rotation)
-            rotated = rotate(k[:, self.unrotated :], rotation)
-            k = torch.cat([k[:, : self.unrotated], rotated], 1) if self.unrotated else rotated
-        return q, k, v
+        unrotated, k = k.tensor_split([self.unrotated], 1)
+        q, k = rotated(frame.rotation, q, k)
+        return q, torch.cat([unrotated, k], 1) if self.unrotated else k, v
 
     def merged(self, mixed: Tensor) -> Tensor:
         """What `out` projects, `[B, N, features]`, of the heads `[B, Hq, N, Dv]`."""
@@ -185,7 +184,7 @@ class SelectionLayer(Heads):
             return self.merged(self.mix(x, q, frame.joined(k), frame.joined(v), frame, None))
         length, room = cache.length, slice(frame.k_len)
         try:
-            cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
+            cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype), frame.new_places)
             mixed = self.mix(x, q.to(cache.k.dtype), cache.k[:, :, room], cache.v[:, :, room], frame, cache)
         except BaseException:
             cache.truncate(length)  # otherwise the tokens would be there twice when the call is made again
@@ -197,6 +196,14 @@ def of_nothing(layer: nn.Module, x: Tensor, features: int) -> Tensor:
     """The features `[B, N, features]` of no tokens, with gradients of 0 for x and for all parameters."""
     sums = [each.sum().to(x.dtype) for each in (x, *layer.parameters())]
     return x.new_zeros(*x.shape[:-1], features) + torch.stack(sums).sum()
+
+
+def rotated(rotation: Rotation | None, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Heads `[B, H, N, D]` of the same tokens, rotated at once if there is a rotation."""
+    if rotation is None:
+        return parts
+    joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    return torch.split(rotate(joined, rotation), [x.shape[1] for x in parts], 1)
 
 
 def normalised(x: Tensor, norm: nn.RMSNorm | nn.LayerNorm) -> Tensor:

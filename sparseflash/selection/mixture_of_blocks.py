@@ -71,7 +71,7 @@ class MixtureOfBlocks(SelectionLayer):
     @torch.no_grad()
     def choice(self, q: Tensor, k: Tensor, frame: Frame, cache: SelectionCache | None = None) -> Tensor:
         """The chosen blocks of each query of each head, `[B, Hq, N, chosen]`."""
-        means = of_blocks(lambda y, _: y.mean(3), k, frame, cache, "means", span=self.block, step=self.block)
+        (means,) = of_blocks(lambda y, _: (y.mean(3),), {"means": k}, frame, cache, span=self.block, step=self.block)
         whole, blocks = ended(frame.k_len, self.block, self.block), -(-frame.k_len // self.block)
         means = F.pad(means[:, :, :whole], (0, 0, 0, blocks - whole))  # a block that has not ended is the query's own
         of = Columns(1, 1, 1, self.block, frame.q_len, frame.k_len, True, 0, 1)

@@ -100,13 +100,10 @@ class NativeSparseAttention(SelectionLayer):
     ) -> Tensor:  # fmt: skip
         k_cmp, k_slc, k_win = k.split(self.kv_heads, 1)
         v_cmp, v_slc, v_win = v.split(self.kv_heads, 1)
-        k_blocks, v_blocks = (
-            of_blocks(summary, y, frame, cache, name, span=self.compression, step=self.stride)
-            for summary, y, name in (
-                (lambda y, places: self._compressed_keys(y, places, frame), k_cmp, "k_blocks"),
-                (lambda y, _: self._compressed(y, 1), v_cmp, "v_blocks"),
-            )
-        )
+        k_blocks, v_blocks = of_blocks(
+            lambda k, v, places: (self._compressed_keys(k, places, frame), self._compressed(v, 1)),
+            {"k_blocks": k_cmp, "v_blocks": v_cmp}, frame, cache, span=self.compression, step=self.stride,
+        )  # fmt: skip
         blocks = ended(frame.k_len, self.compression, self.stride)
         compressed, lse = over_past(
             q, k_blocks, v_blocks, frame, self.how, blocks=blocks, span=self.compression, step=self.stride

@@ -12,8 +12,8 @@ from sparseflash.selection.attending import over_chosen
 from sparseflash.selection.cache import SelectionCache, ended, of_blocks
 from sparseflash.selection.choice import best_blocks, by_operations, candidates_of, held, summed
 from sparseflash.selection.frame import Frame
-from sparseflash.selection.indexer import IndexedLayer, Teach, rotated
-from sparseflash.selection.layer import checked_power, normalised
+from sparseflash.selection.indexer import IndexedLayer, Teach
+from sparseflash.selection.layer import checked_power, normalised, rotated
 
 
 class SpanSelection(IndexedLayer):
@@ -74,14 +74,15 @@ class SpanSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        index_q = self.index_queries(x, self.index_rotation(frame), self.index_norm_q)
+        (index_q,) = rotated(self.index_rotation(frame), self.index_queries(x, self.index_norm_q))
         index_k = frame.joined(self.index_k(x.detach()).unsqueeze(1))
         if cache is not None:
             index_k = cache.write("index_k", frame.new_places, index_k)
-        spans = of_blocks(
-            lambda y, places: rotated(normalised(y.mean(3), self.index_norm_k), self.index_rotation(frame, places)),
-            index_k, frame, cache, "spans", span=self.span, step=self.span,
-        )[:, :, : ended(frame.k_len, self.span, self.span)]  # fmt: skip
+        (spans,) = of_blocks(
+            lambda y, places: rotated(self.index_rotation(frame, places), normalised(y.mean(3), self.index_norm_k)),
+            {"spans": index_k}, frame, cache, span=self.span, step=self.span,
+        )  # fmt: skip
+        spans = spans[:, :, : ended(frame.k_len, self.span, self.span)]
         index = self.choice(index_q, spans, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, index_q, spans, index, frame)

@@ -97,7 +97,7 @@ class TokenSelection(IndexedLayer):
     def project(self, x: Tensor, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
         if self._sizes is None:
             return super().project(x, frame)
-        q, k = self.latent(x, self.rotation(frame, frame.new_places))
+        q, k = self.latent(x, frame.rotation)
         return q, k, k[..., :0]
 
     def merged(self, mixed: Tensor) -> Tensor:
@@ -109,10 +109,9 @@ class TokenSelection(IndexedLayer):
     def mix(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
-        rotation = self.index_rotation(frame)
-        index_q = self.index_queries(x if self._sizes is None else self.latent.query_latent(x), rotation)
+        index_q = self.index_queries(x if self._sizes is None else self.latent.query_latent(x))
         weights = self.weights(x.detach()).transpose(1, 2) * (self.index_heads * self.index_dim) ** -0.5  # [B, Hi, N]
-        index_k = self.index_keys(x, rotation, self.index_norm_k, frame, cache)
+        index_q, index_k = self.with_keys(index_q, x, self.index_norm_k, frame, cache)
         index = self.choice(index_q, weights, index_k, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, (index_q, weights, index_k), index, frame)

@@ -91,7 +91,7 @@ class VideoSparseAttention(Heads):
             text: tokens of text before the video; or a list of them, one for each video, `[text, video, text, ...]`.
                 All tokens see their text, and text sees all of its video. It is in no cube: it is no part of a choice,
                 and has no coarse attention.
-            rotation: of queries and keys, `(cosine, sine)` as `nn.rotate` takes them.
+            rotation: of queries and keys, as `nn.Rotary` returns it.
         """
         if others:
             refuse(others, "VideoSparseAttention", _REMEDIES)

@@ -333,14 +333,39 @@ def test_positions_are_real_numbers(positions, error, words):
 def test_rotary_angles_of_far_positions_are_exact():
     """An angle in fp32 at position 16,905,217 would be off by 1."""
     positions = torch.tensor([3, 16_905_216, 16_905_217, 2**31 - 258])
-    for (cosine, sine), rates in (
+    for rotation, rates in (
         (Rotary(8)(positions), 10_000.0 ** -(torch.arange(4) / 4)),
         (Rotary2D(16, width=1)(positions), plane_rates(16)),
     ):
         angles = positions.double()[:, None] * rates.double()
-        assert cosine.dtype == sine.dtype == torch.float32
-        torch.testing.assert_close(cosine[0, 0, :, :4].double(), angles.cos(), atol=1e-7, rtol=0)
-        torch.testing.assert_close(sine[0, 0, :, :4].double(), angles.sin(), atol=1e-7, rtol=0)
+        assert rotation.dtype == torch.float32
+        (cosine, minus), (sine, other) = rotation[0, 0, ..., :4].double().permute(1, 2, 0, 3)
+        torch.testing.assert_close(cosine, angles.cos(), atol=1e-7, rtol=0)
+        torch.testing.assert_close(sine, angles.sin(), atol=1e-7, rtol=0)
+        assert torch.equal(other, cosine) and torch.equal(minus, -sine)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_pair_of_features_is_rotated_by_their_angle(dtype):
+    x, rotation = torch.randn(2, 3, 50, 8, dtype=dtype), Rotary(8)(torch.arange(50))
+    cosine, sine = rotation[..., 0, 0, :], rotation[..., 1, 0, :]
+    first, second = x.to(torch.promote_types(dtype, torch.float32)).chunk(2, -1)
+    want = torch.cat([first * cosine - second * sine, first * sine + second * cosine], -1).to(dtype)
+    for heads in (x, x.transpose(1, 2).contiguous().transpose(1, 2), x.expand(2, 3, 50, 8)[:, 1:]):
+        assert torch.equal(rotate(heads, rotation), want[:, -heads.shape[1] :])
+    with pytest.raises(TypeError, match="rotation must be what Rotary or Rotary2D returns; got tuple"):
+        rotate(x, (cosine, sine))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_rotation_is_rounded_once(dtype):
+    x, dout = (torch.randn(2, 3, 50, 8, dtype=dtype) for _ in range(2))
+    rotation = Rotary(8)(torch.arange(50))
+    (found,), (want,) = (
+        torch.autograd.grad(rotate(y, rotation), y, dout.to(y.dtype))
+        for y in (x.requires_grad_(), x.detach().float().requires_grad_())
+    )
+    assert torch.equal(found, want.to(dtype))
 
 
 def test_what_rotary_angles_are_made_of_is_finite():
@@ -653,8 +678,8 @@ def test_positions_of_an_image_are_rows_and_columns():
     torch.testing.assert_close(products[2, 3, 1, 5], products[4, 1, 3, 3])
     assert not torch.allclose(products[2, 3, 1, 5], products[2, 3, 2, 5])
     shifted = Rotary2D(16, width=8, first=1)(torch.arange(65))
-    torch.testing.assert_close(shifted[0][:, :, 1:], rotation[0])
-    torch.testing.assert_close(shifted[0][:, :, 0], rotation[0][:, :, 0])
+    torch.testing.assert_close(shifted[:, :, 1:], rotation)
+    torch.testing.assert_close(shifted[:, :, 0], rotation[:, :, 0])
 
 
 def test_own_positions_of_a_batch():

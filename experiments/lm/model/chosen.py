@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash import selection
-from sparseflash.nn import Rotary
+from sparseflash.nn.rotary import Rotation
 from sparseflash.selection.frame import Frame
 
 KINDS = ("moba", "msa", "nsa")
@@ -65,13 +65,12 @@ class ChosenBlocks:
     def to(self, device: torch.device | str) -> ChosenBlocks:
         return self
 
-    def layer(self, width: int, heads: int, kv_heads: int, head_dim: int, *, rotary: bool) -> Choosing:
+    def layer(self, width: int, heads: int, kv_heads: int, head_dim: int) -> Choosing:
         sizes: dict[str, Any] = {
             "kv_heads": kv_heads, "head_dim": head_dim, "block": self.block, "chosen": self._blocks,
         }  # fmt: skip
         if self.kind == "msa":
-            sizes |= {"index_dim": head_dim, "taught": TAUGHT, "rotary": Rotary(head_dim) if rotary else None}
-            return Choosing(selection.BlockSelection(width, heads, **sizes))
+            return Choosing(selection.BlockSelection(width, heads, index_dim=head_dim, taught=TAUGHT, **sizes))
         if self.kind == "moba":
             return Choosing(selection.MixtureOfBlocks(width, heads, **sizes))
         first, last = (1, 2) if self._blocks > 3 else (0, 1)
@@ -106,11 +105,14 @@ class Choosing(nn.Module):
         found: Tensor | None = getattr(self.layer, "loss", None)
         return found
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention `[B, H, N, D]` of q to k and v `[B, Hkv, N, D]`; the layer chooses from x `[B, N, W]`."""
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        """Attention `[B, H, N, D]` of q to k and v `[B, Hkv, N, D]`; the layer chooses from x `[B, N, W]`.
+
+        rotation: that of q and k, for an indexer's.
+        """
         pairs = self.layer.pairs
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
-            frame = Frame(0, x.shape[1], x.device)
+            frame = Frame(0, x.shape[1], x.device, rotation=rotation)
             mixed = self.layer.mix(x, q, k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1), frame, None)
         return mixed.to(x.dtype)
 

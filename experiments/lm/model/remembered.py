@@ -13,21 +13,27 @@ from experiments.lm.model.transformer import LanguageModel, product
 from sparseflash import masks
 from sparseflash.decode import attention_with_cache
 from sparseflash.nn.kv_cache import KVCache, length_on_host
+from sparseflash.nn.rotary import Rotation
 from sparseflash.selection.frame import Frame
 
 
 class Remembered:
-    """Attention to all earlier tokens, or to the last `window`."""
+    """Attention to all earlier tokens, or to the last `window`.
+
+    frame: where the tokens of a call are, the same for all layers: see `next_scores`.
+    """
+
+    frame: Frame
 
     def __init__(self, cache: KVCache, window: int | None, block: int) -> None:
         self.cache, self.window, self.block = cache, window, block
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A prompt, which begins the sequence, or one token after it."""
-        tokens = q.shape[2]
-        self.cache.append(k, v)
-        if tokens == 1:
-            out: Tensor = attention_with_cache(q, self.cache.k, self.cache.v, self.cache.lengths, window=self.window)
+        tokens, cache, lengths = q.shape[2], self.cache, self.frame.lengths
+        cache.append(k, v, self.frame.new_places)
+        if lengths is not None:
+            out: Tensor = attention_with_cache(q, cache.k, cache.v, lengths, window=self.window)
             return out
         mask = masks.causal(tokens, block=self.block)
         if self.window is not None and self.window < tokens:
@@ -37,19 +43,21 @@ class Remembered:
 
 
 class RememberedChoosing(Choosing):
-    """A layer that chooses blocks among all earlier tokens."""
+    """A layer that chooses blocks among all earlier tokens. frame: as of `Remembered`."""
+
+    frame: Frame
 
     def __init__(self, choosing: Choosing, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.layer = choosing.layer
         self.cache = self.layer.new_cache(batch, capacity, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        tokens, pairs = x.shape[1], self.layer.pairs
+    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        pairs = self.layer.pairs
         if pairs > 1:
             k, v = k.repeat(1, pairs, 1, 1), v.repeat(1, pairs, 1, 1)
-        frame = Frame.after(self.cache) if tokens == 1 else Frame(length_on_host(self.cache), tokens, x.device)
-        self.cache.append(k, v)
+        frame = self.frame._replace(rotation=rotation)
+        self.cache.append(k, v, frame.new_places)
         room = slice(frame.k_len)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.bfloat16):
             mixed = self.layer.mix(x, q, self.cache.k[:, :, room], self.cache.v[:, :, room], frame, self.cache)
@@ -81,12 +89,12 @@ def remembered(
     return made
 
 
-def cast_matrices(model: LanguageModel) -> None:
-    """Casts the model's matrices to the dtype that it multiplies in, which every token would do anew. Scores keep their
-    bits.
+def cast_weights(model: LanguageModel) -> None:
+    """Casts the weights to the dtype that the model computes in, which every token would do anew. Scores keep their
+    bits: an indexer's norms, which compute in the dtype of their weights, are left.
     """
-    for x in model.parameters():
-        if x.ndim == 2:
+    for module in model.modules():
+        for x in () if isinstance(module, nn.RMSNorm) else module.parameters(recurse=False):
             x.data = x.data.to(model.dtype)
 
 
@@ -102,6 +110,10 @@ def put_row(whole: Sequence[Layer], row: int, one: Sequence[Layer]) -> None:
 
 
 def next_scores(model: LanguageModel, ids: Tensor, attentions: Sequence[Layer]) -> Tensor:
-    """Scores [B, V] after ids [B, N], the tokens that follow those in the caches."""
-    features = model.features(ids, attentions, attentions[0].cache.lengths[:1]).unflatten(0, ids.shape)[:, -1]
+    """Scores [B, V] after ids [B, N], the tokens that follow those in the caches, which are equally long."""
+    cache, tokens = attentions[0].cache, ids.shape[1]
+    frame = Frame.after(cache) if tokens == 1 else Frame(length_on_host(cache), tokens, ids.device)
+    for each in attentions:
+        each.frame = frame
+    features = model.features(ids, attentions, frame.new_places).unflatten(0, ids.shape)[:, -1]
     return product(features, model.embedding.weight).float()[:, : model.sizes.vocabulary]

@@ -106,7 +106,10 @@ class Block(nn.Module):
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H or Hkv, N, D]
         if isinstance(attention, Choosing):
-            out = attention(norm(x, self.attention_norm.weight).unflatten(0, (batch, -1)), q, k, v)
+            normed = norm(x, self.attention_norm.weight).unflatten(0, (batch, -1))
+            # From heads [T, H, D] to [B, H, N, D].
+            of_heads = None if rotation is None else rotation.unflatten(0, (batch, -1)).transpose(1, 2)
+            out = attention(normed, q, k, v, of_heads)
         else:
             assert not isinstance(attention, ChosenBlocks), "see LanguageModel.made"
             out = attention(q, k, v)
@@ -127,12 +130,11 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 def before_attention(
     x: Tensor, norm_weight: Tensor, qkv: Tensor, head_dim: int, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    width = x.shape[1]
-    of_keys = (len(qkv) - width) // 2
-    parts = product(norm(x, norm_weight), qkv).split([width, of_keys, of_keys], -1)
-    q, k, v = (part.unflatten(-1, (-1, head_dim)) for part in parts)
-    if rotation is not None:
-        q, k = rotate(q, rotation), rotate(k, rotation)
+    heads = x.shape[1] // head_dim
+    key_heads = (len(qkv) // head_dim - heads) // 2
+    made = product(norm(x, norm_weight), qkv).unflatten(-1, (-1, head_dim))
+    both, v = made.split([heads + key_heads, key_heads], 1)
+    q, k = (both if rotation is None else rotate(both, rotation)).split([heads, key_heads], 1)
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
@@ -194,9 +196,7 @@ class LanguageModel(nn.Module):
         if not isinstance(attention, ChosenBlocks):
             return attention
         sizes = self.sizes
-        return attention.layer(
-            sizes.width, sizes.heads, sizes.key_heads, sizes.head_dim, rotary=sizes.positions == "rotary"
-        )
+        return attention.layer(sizes.width, sizes.heads, sizes.key_heads, sizes.head_dim)
 
     def initialize(self) -> None:
         """GPT-2's: projections into the residual stream start smaller."""
@@ -205,26 +205,22 @@ class LanguageModel(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
-    def features(self, ids: Tensor, attentions: Sequence[Attention], start: int | Tensor = 0) -> Tensor:
-        """start: the place of the first token, also `[1]` on the device; the attentions remember the tokens before it.
+    def features(self, ids: Tensor, attentions: Sequence[Attention], places: Tensor | None = None) -> Tensor:
+        """places: of the tokens [N], if the attentions remember those before them.
 
         The embeddings are never compiled: Inductor would sum gradients of equal tokens by atomic additions.
         """
         batch, length = ids.shape
-        of_sequence = (
-            torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions(ids.device)
-        )
-        places = (of_sequence + start).repeat(batch)
+        if places is None and self.shared is not None:
+            places = self.shared.positions(ids.device)
+        places = (torch.arange(length, device=ids.device) if places is None else places).repeat(batch)
         x = self.embedding(ids.flatten()).to(self.dtype)
         if self.places is not None:
             x = x + self.places(places).to(self.dtype)
         return self.run(x, places, batch, attentions)
 
     def trunk(self, x: Tensor, places: Tensor, batch: int, attentions: Sequence[Attention]) -> Tensor:
-        rotation = None
-        if self.rotary is not None:
-            cosine, sine = self.rotary(places)  # [T, 1, D / 2]
-            rotation = cosine, sine
+        rotation = None if self.rotary is None else self.rotary(places)  # of [T, H, D]
         for block, attention in zip(self.blocks, attentions, strict=True):
             x = block(x, batch, rotation, attention)
         return norm(x, self.norm.weight)

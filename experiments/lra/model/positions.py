@@ -103,13 +103,8 @@ class TreeRotation(nn.Module):
                 norm.weight.fill_(_SHARPNESS)
 
     def _by_head(self, near: Rotation, far: Rotation) -> Rotation:
-        """Each [B or 1, H, N, D / 2]."""
-        batch = len(far[0])
-        cosine, sine = (
-            torch.cat([a.expand(batch, self.by_index, -1, -1), b.expand(-1, self.by_operator, -1, -1)], 1)
-            for a, b in zip(near, far, strict=True)
-        )
-        return cosine, sine
+        near = near.expand(len(far), self.by_index, *near.shape[2:])
+        return torch.cat([near, far.expand(-1, self.by_operator, *far.shape[2:])], 1)
 
 
 def equality_rates(head_dim: int) -> Tensor:

@@ -89,8 +89,7 @@ class PathModel(nn.Module):
         halves = self.training_halves if self.training else Halves()
         for number, (layer, mask, order) in enumerate(zip(self.layers, batch.masks, batch.layer_orders, strict=True)):
             if order not in rotations:
-                cosines, sines = (each.index_select(2, batch.orders[order].order) for each in rotation)
-                rotations[order] = cosines, sines
+                rotations[order] = rotation.index_select(2, batch.orders[order].order)
             x, now = reordered(x, batch, now, order), order
             q, k, v = halves.before(layer, x, rotations[order])
             if listener is not None:

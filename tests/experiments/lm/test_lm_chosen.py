@@ -36,7 +36,7 @@ def test_each_query_sees_its_own_block_and_the_best_before_it(chosen):
     q, k, v = (random(2, 2, 96, 16, seed=seed) for seed in range(3))
     layer = ChosenBlocks(96, 16, chosen)
     expected, live = plain(q, k, v, 16, chosen)
-    found = layer.layer(32, 2, 2, 16, rotary=True)(random(2, 96, 32), q, k, v)
+    found = layer.layer(32, 2, 2, 16)(random(2, 96, 32), q, k, v, None)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert layer.density == pytest.approx(live / (4 * 96**2))
 
@@ -95,7 +95,7 @@ def test_the_blocks_of_what_is_repeated_are_counted():
 @pytest.mark.parametrize("window", [16, 64, 256])
 def test_the_share_of_live_scores_of_nsa(window):
     layer = patterns.chosen(256, window=window, block=16, kind="nsa")
-    native = layer.layer(32, 2, 2, 16, rotary=True).layer
+    native = layer.layer(32, 2, 2, 16).layer
     t = torch.arange(256)
     own = [min(layer._blocks - 1, p // 16) * 16 + p % 16 + 1 for p in range(256)]
     near = ((t <= t[:, None]) & (t > t[:, None] - native.window)).sum()

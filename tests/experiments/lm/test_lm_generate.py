@@ -1,16 +1,21 @@
+from collections import Counter
+from unittest import mock
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from experiments.lm import generate
 from experiments.lm.cli import app
 from experiments.lm.model.attention import attention_over
-from experiments.lm.model.remembered import cast_matrices, next_scores, put_row, remembered
+from experiments.lm.model.remembered import cast_weights, next_scores, put_row, remembered
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from experiments.lm.patterns import of_layers
 from experiments.lm.sample import opened
 from experiments.lm.train import Run
 from experiments.measurements import read
+from sparseflash.nn import kv_cache
 from tests.experiments.lm.models import model_of, tiny, tokens
 
 DEVICE = torch.device("cuda")
@@ -41,6 +46,27 @@ def test_with_a_cache_the_scores_are_those_of_all_tokens_together(pattern, posit
             torch.testing.assert_close(scores, model.scores(IDS, place)[:, :300], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("pattern", "turns"), [("dense", 1), ("msa", 2)])
+@torch.no_grad()
+def test_a_token_computes_angles_and_places_once_for_all_layers(pattern, turns):
+    """And rotates queries and keys at once, an indexer's too."""
+    found = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            found[function.overloadpacket.__name__] += 1
+            found["products"] += function.overloadpacket.__name__ == "mul" and out.shape[-3:] == (2, 2, 16)
+            return out
+
+    model = model_of(pattern, "sparseflash", depth=3).eval()
+    cached = remembered(model, [pattern] * 3, 2, 64, window=32, block=16)
+    next_scores(model, IDS[:, :21], cached)
+    with Counting(), mock.patch.object(kv_cache, "next_places", side_effect=AssertionError):
+        next_scores(model, IDS[:, 21:22], cached)
+    assert found["cos"] == found["sin"] == 1 and found["products"] == 3 * turns
+
+
 @pytest.mark.parametrize("pattern", ["dense", "msa", "nsa"])
 @torch.no_grad()
 def test_casting_the_matrices_once_keeps_the_bits(pattern):
@@ -50,8 +76,9 @@ def test_casting_the_matrices_once_keeps_the_bits(pattern):
     for _ in range(2):
         cached = caches(model, pattern, 2)
         found.append([next_scores(model, ids, cached) for ids in (IDS[:, :21], IDS[:, 21:22], IDS[:, 22:23])])
-        cast_matrices(model)
-    assert {x.dtype for x in model.parameters() if x.ndim == 2} == {torch.bfloat16}
+        cast_weights(model)
+    kept = {name for name, x in model.named_parameters() if x.dtype != torch.bfloat16}
+    assert all("index_norm" in name for name in kept) and len(kept) == (4 if pattern == "msa" else 0)
     assert all(map(torch.equal, *found))
 
 

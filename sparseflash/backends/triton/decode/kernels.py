@@ -14,7 +14,6 @@ import triton.language as tl
 from sparseflash.backends.triton.decode.changes import changed
 from sparseflash.backends.triton.device_functions.softmax import LN2, decay, softmax_step
 
-RANGE = tl.constexpr("range")
 PAGES = tl.constexpr("pages")
 MASK = tl.constexpr("mask")
 
@@ -32,7 +31,7 @@ class Shape:
     PAGE: int  # tokens of a page
     BLOCK_Q: int  # of the mask
     BLOCK_K: int
-    WALK: str  # RANGE, PAGES or MASK
+    WALK: str  # "range", PAGES or MASK
     KEEP: bool  # see softmax.py
     PRECISION: str
     CAPPED: bool
