@@ -131,11 +131,13 @@ def deepspeed_bigbird(
         window_blocks = min(3, blocks)
     given = {"random_blocks": random_blocks, "window_blocks": window_blocks, "global_blocks": global_blocks}
     for name, value in given.items():
-        if not at_least(0, value, name, "blocks") <= blocks:
+        given[name] = at_least(0, value, name, "blocks")
+        if given[name] > blocks:
             raise ValueError(
                 f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}. Pass fewer, or choose a "
                 "smaller block."
             )
+    random_blocks, window_blocks, global_blocks = given.values()
     heads = head_count(heads)
     causal, draw = flag(causal, "causal"), generator(seed)
     i = np.arange(blocks)

@@ -156,7 +156,7 @@ def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch
         raise ValueError(f"cu_seqlens must have one dimension; got {list(sums.shape)}.")
     if sums.device.type == "cpu" and not torch.compiler.is_compiling():
         shown = sums.tolist()
-        if len(shown) < 2 or shown[0] != 0 or shown[-1] != tokens or shown != sorted(shown):
+        if not shown or shown[0] != 0 or shown[-1] != tokens or shown != sorted(shown):
             raise ValueError(
                 f"cu_seqlens must be running sums from 0 to the number of tokens, {tokens}, that do not decrease; got "
                 f"{shown if len(shown) <= 8 else [*shown[:8], '...']}."

@@ -55,11 +55,27 @@ def made_for(pattern: Pattern | None, rule: bool, q_len: int, k_len: int, block:
     if pattern is None:
         return BlockMask.dense(q_len, k_len, block=block)
     if rule:
-        if q_len == k_len:
-            return BlockMask.from_function(pattern, q_len, block=block)
         first_q, first_k = max(0, k_len - q_len), max(0, q_len - k_len)
-        return BlockMask.from_function(lambda q, k: pattern(q + first_q, k + first_k), q_len, k_len, block=block)
+        placed = pattern if q_len == k_len else lambda q, k: pattern(q + first_q, k + first_k)
+        try:
+            return BlockMask.from_function(placed, q_len, k_len, block=block)
+        except Exception as error:  # whatever a function of lengths raises for positions
+            _refuse_function_of_lengths(pattern, q_len, k_len, error)
+            raise
     return of_lengths(pattern(q_len) if q_len == k_len else pattern(q_len, k_len), q_len, k_len)
+
+
+def _refuse_function_of_lengths(pattern: Pattern, q_len: int, k_len: int, error: Exception) -> None:
+    try:
+        returned = pattern(q_len, k_len)
+    except Exception:  # a rule, whose own error says what is wrong
+        return
+    if isinstance(returned, BlockMask):
+        raise TypeError(
+            "pattern must take one argument, or any number, to be given lengths: a function of two is a rule of "
+            "positions; got one that returns a mask. Write lambda *lengths: masks.local(*lengths, window=512), which "
+            "is given both lengths if they differ."
+        ) from error
 
 
 def of_lengths(returned: Any, q_len: int, k_len: int) -> BlockMask:

@@ -323,6 +323,14 @@ def test_no_batch_queries_or_keys_give_zeros_with_gradients(backend, dtype, batc
         assert gradient.shape == x.shape and not gradient.any()
 
 
+@pytest.mark.parametrize("sums", [[0], [0, 0], torch.zeros(1, dtype=torch.int32)], ids=str)
+def test_no_sequences_give_nothing(sums):  # a rank's last batch
+    q, k = torch.ones(1, 4, 0, 16, requires_grad=True), torch.ones(1, 2, 0, 16)
+    out, lse = selected_attention(q, k, k, torch.zeros(2, 0, 3, dtype=torch.int32), cu_seqlens=sums, return_lse=True)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == q.shape and lse.shape == (1, 4, 0)
+
+
 def test_lists_of_no_block_choose_nothing():
     q, k = torch.randn(2, 4, 20, 16, requires_grad=True), torch.randn(2, 2, 20, 16, requires_grad=True)
     for shape in ((2, 20, 0), (2, 2, 20, 0)):

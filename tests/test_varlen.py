@@ -564,6 +564,19 @@ def test_without_any_query_or_any_key_there_is_nothing_to_attend_to(queries, key
         varlen_mask(*sums, pattern)
 
 
+@pytest.mark.parametrize("changes", [None, scores.alibi(torch.ones(2)), scores.sink(torch.ones(2))], ids=str)
+def test_no_sequences_give_nothing(changes):  # a rank's last batch
+    q, k, v = (torch.ones(0, 2, 16, requires_grad=True) for _ in range(3))
+    for sums in ([0], torch.zeros(1, dtype=torch.int32)):
+        out, lse = attention_varlen(q, k, v, sums, pattern=masks.causal, scores=changes, return_lse=True)
+        out.sum().backward()
+        assert out.shape == q.grad.shape == k.grad.shape == v.grad.shape == (0, 2, 16) and lse.shape == (2, 0)
+    with pytest.raises(ValueError, match="cu_seqlens_q must end with the number of tokens of q, 3; got 0"):
+        attention_varlen(*torch.ones(3, 3, 2, 16), [0])
+    with pytest.raises(ValueError, match=r"cu_seqlens_q must be running sums that begin with 0 .*; got \[\]"):
+        attention_varlen(q, k, v, [])
+
+
 def test_nested_tensors_of_empty_sequences_alone_give_such():
     x = torch.nested.nested_tensor([torch.ones(0, 2, 16)] * 3, layout=torch.jagged)
     assert attention_varlen(x, x, x, pattern=masks.causal).offsets().tolist() == [0, 0, 0, 0]
@@ -829,6 +842,25 @@ def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
     assert varlen_mask([0, 30, 50], pattern=Equal(5)) is varlen_mask([0, 30, 50], pattern=Equal(5))
     window.width = 3
     assert varlen_mask([0, 30, 50], pattern=window.rule) == varlen_mask([0, 30, 50], pattern=Equal(3)) != first
+
+
+def test_a_function_of_both_lengths_is_told_from_a_rule():
+    q = torch.zeros(12, 2, 16)
+    of_lengths = [
+        lambda q_len, k_len: masks.local(q_len, k_len, window=8),
+        lambda q_len, k_len: BlockMask.from_dense(torch.ones(q_len, k_len, dtype=torch.bool)),
+        lambda q_len, k_len: masks.per_head([BlockMask.dense(q_len, k_len)] * 2),
+        lambda q_len, k_len: {(5, 5): masks.causal(5), (7, 7): masks.causal(7)}[q_len, k_len],
+    ]
+    for pattern in of_lengths:
+        with pytest.raises(TypeError, match=r"a rule of positions; got one that returns a mask.* lambda \*lengths:"):
+            attention_varlen(q, q, q, [0, 5, 12], pattern=pattern)
+        assert varlen_mask([0, 5], pattern=lambda *n, made=pattern: made(n[0], n[-1])) == pattern(5, 5)
+    table = torch.zeros(4)
+    with pytest.raises(IndexError, match="out of"):  # a rule keeps its own error
+        attention_varlen(q, q, q, [0, 5, 12], pattern=lambda i, j: table[i] == table[j])
+    with pytest.raises(TypeError, match="must be boolean"):
+        attention_varlen(q, q, q, [0, 5, 12], pattern=lambda i, j: i - j)
 
 
 def test_objects_without_a_hash_are_patterns():

@@ -19,7 +19,7 @@ def running_sums(values: Any, name: str) -> tuple[int, ...]:
     if remembered and (found := _sums.get(id(values))) is not None and found[1] == values._version:
         return found[2]  # type: ignore[no-any-return]
     sums = tuple(integers(values, name).tolist())
-    if len(sums) < 2 or sums[0] != 0 or any(a > b for a, b in pairwise(sums)):
+    if not sums or sums[0] != 0 or any(a > b for a, b in pairwise(sums)):
         shown = str(list(sums)) if len(sums) <= 8 else f"{str(list(sums[:8]))[:-1]}, ...]"
         raise ValueError(f"{name} must be running sums that begin with 0 and do not decrease; got {shown}.")
     if remembered:

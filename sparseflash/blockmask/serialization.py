@@ -125,9 +125,11 @@ def _read(file: io.BufferedReader, size: int) -> dict[str, np.ndarray[Any, Any]]
             names = [member.filename.removesuffix(".npy") for member in members]
             _check_members(members, names, size)
             arrays = {name: _array(name, archive.read(member)) for name, member in zip(names, members, strict=True)}
-    except (ValueError, OSError):
+    except ValueError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # the medium's; EINVAL is of a damaged offset
+            raise
         # zipfile reports damage as BadZipFile, EOFError, NotImplementedError, RuntimeError, struct.error, ...
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if str(arrays["format"]) != FORMAT:

@@ -28,8 +28,9 @@ class SparseCrossAttention(Heads):
 
     Args:
         embed_dim, num_heads: features of a token of x, and query heads.
-        mask: a `BlockMask` of queries and keys, cropped to its beginning for shorter sequences; or a function that
-            takes the two lengths (one, if they are equal) and returns a mask; None: all scores are live.
+        mask: a `BlockMask` of queries and keys, cropped to its beginning for shorter sequences; or a function of the
+            lengths (of one, if they are equal) that returns a mask, such as `masks.causal` or `lambda *lengths:
+            masks.local(*lengths, window=64)`; or a rule of positions `(q, k)`; None: all scores are live.
         context_dim: features of a token of the context; by default `embed_dim`.
         kv_heads, head_dim, dropout, bias, scale, backend: as for `SparseSelfAttention`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,6 +115,22 @@ def _check_leaves(result: Tensor, leaves: Sequence[Tensor]) -> None:
         rest += [each for each, _ in node.next_functions]
 
 
+def _check_arguments(given: Any, tensors: int) -> None:
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # some C functions have no known signature; what is no function has none
+        if callable(given):
+            return
+        raise TypeError(f"derivative must be a function; got {type(given).__name__}.") from None
+    try:
+        signature.bind(*[None] * (5 + tensors))
+    except TypeError:
+        raise TypeError(
+            f"the function must take (score, b, h, q, k) and then each of the {tensors} tensors that follow it; got a "
+            f"function of {signature}."
+        ) from None
+
+
 def function(
     change: Callable[..., Tensor], *tensors: Tensor, derivative: Callable[..., Tensor] | None = None,
     kernel: Any = None, kernel_derivative: Any = None,
@@ -175,7 +192,9 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    for each in () if torch.compiler.is_compiling() else (change, derivative):
+    functions = () if torch.compiler.is_compiling() else (change,) if derivative is None else (change, derivative)
+    for each in functions:
+        _check_arguments(each, len(tensors))
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
                 raise ValueError(_CAPTURED)

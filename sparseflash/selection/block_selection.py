@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, integer
 from sparseflash.masks.select_blocks import lists_of
 from sparseflash.masks.tiling.columns import Columns
 from sparseflash.nn.rotary import Rotary
@@ -65,7 +65,7 @@ class BlockSelection(IndexedLayer):
         )  # fmt: skip
         self.block = self.aligned = checked_power(block, "block")
         check_at_least_one(chosen=chosen)
-        if first < 0 or first + 1 > chosen:
+        if integer(first, "first", "blocks") < 0 or first + 1 > chosen:
             raise ValueError(f"chosen must be at least first + 1, {first} and the query's own block; got {chosen}.")
         self.chosen, self.first = chosen, first
         self.make_indexer(self.kv_heads, index_dim, teach, taught, device, dtype)

@@ -45,11 +45,12 @@ def packing_of(cu_seqlens: Any, block: int, tokens: int, device: torch.device) -
     sums = running_sums(cu_seqlens, "cu_seqlens")
     if sums[-1] != tokens:
         raise ValueError(f"cu_seqlens must end with the number of tokens of x, {tokens}; got {sums[-1]}.")
-    lengths = torch.tensor(sums, device="cpu").diff()
+    ends = torch.tensor(sums, device="cpu")
+    lengths = ends.diff()
     rooms = (lengths + block - 1) // block * block
     stops = rooms.cumsum(0)
     firsts = stops - rooms
-    begins = firsts - torch.tensor(sums[:-1], device="cpu")
+    begins = firsts - ends[:-1]
     places = torch.arange(tokens, device="cpu") + begins.repeat_interleave(lengths)
     bounds = torch.stack([firsts, stops]).repeat_interleave(rooms, 1).to(device)
     return Packing(places.to(device), bounds[0], tuple(stops.tolist()), bounds.to(torch.int32))

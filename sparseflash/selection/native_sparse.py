@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, integer
 from sparseflash.masks.tiling.columns import Pool
 from sparseflash.nn.rotary import Rotary, rotate
 from sparseflash.selection.attending import over_chosen, over_near, over_past
@@ -75,7 +75,7 @@ class NativeSparseAttention(SelectionLayer):
             raise ValueError(
                 f"stride must divide block and compression, {block} and {compression} tokens; got {stride}."
             )
-        if first < 0 or first + last > chosen:
+        if integer(first, "first", "blocks") < 0 or first + last > chosen:
             raise ValueError(f"chosen must be at least first + last, {first} and {last} blocks; got {chosen}.")
         self.chosen, self.compression, self.stride, self.window = chosen, compression, stride, window
         self.first, self.last, self.unrotated = first, last, self.kv_heads

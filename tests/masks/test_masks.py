@@ -229,6 +229,15 @@ def test_square_blocks_may_be_integers_of_numpy():
     assert masks.random_blocks(1000, count=2, block=np.int32(64)) == masks.random_blocks(1000, count=2, block=64)
 
 
+def test_numbers_of_blocks_may_be_tensors():
+    three = torch.tensor(3)
+    assert masks.bigbird(1000, random_blocks=three, block=64) == masks.bigbird(1000, random_blocks=3, block=64)
+    numbers = {"random_blocks": 3, "window_blocks": 3, "global_blocks": 3}
+    assert masks.deepspeed_bigbird(1000, block=64, **dict.fromkeys(numbers, three)) == masks.deepspeed_bigbird(
+        1000, block=64, **numbers
+    )
+
+
 def test_butterfly_refuses_rectangular_blocks():
     with pytest.raises(TypeError, match=r"block must be an int \(butterfly blocks are square\); got \(16, 32\)"):
         masks.butterfly(100, block=(16, 32))

@@ -113,6 +113,11 @@ def test_cross_attention_has_a_mask_of_both_lengths():
     x, context = torch.randn(1, 10, 16), torch.randn(1, 30, 16)
     torch.testing.assert_close(layer(x, context), layer(x, context, mask=masks.causal(10, 30)))
     assert not torch.allclose(layer(x, context), layer(x, context, mask=BlockMask.dense(10, 30)))
+    rule = layer(x, context, mask=lambda q, k: k <= q)
+    torch.testing.assert_close(layer(x, context), rule)
+    with pytest.raises(TypeError, match=r"got one that returns a mask.* lambda \*lengths:"):
+        layer(x, context, mask=lambda q_len, k_len: masks.causal(q_len, k_len))
+    torch.testing.assert_close(rule, layer(x, context, mask=lambda *lengths: masks.causal(*lengths)))
 
 
 @given(

@@ -45,6 +45,26 @@ ROWS = torch.ones(4)
         (lambda: scores.relative_2d(torch.ones(4, 3, 3), 2, 2, cells=ROWS), ValueError, "cells must be int64 [N]"),
         (lambda: scores.function(3), TypeError, "a function of (score, b, h, q, k, *tensors) must be given; got int"),
         (lambda: scores.function(max, 3), TypeError, "what follows the function must be tensors; got int"),
+        (
+            lambda: scores.function(lambda s, h, q, k: s),
+            TypeError,
+            "must take (score, b, h, q, k) and then each of the 0 tensors that follow it; got a function of (s, h, q,",
+        ),
+        (
+            lambda: scores.function(lambda s, b, h, q, k: s, ROWS),
+            TypeError,
+            "each of the 1 tensors that follow it; got a function of (s, b, h, q, k)",
+        ),
+        (
+            lambda: scores.function(lambda s, *places: s, derivative=lambda s: s),
+            TypeError,
+            "each of the 0 tensors that follow it; got a function of (s)",
+        ),
+        (
+            lambda: scores.function(lambda s, *places: s, derivative=1.0),
+            TypeError,
+            "derivative must be a function; got float",
+        ),
         (lambda: scores.softcap(1.0) + scores.softcap(2.0), ValueError, "at most one change of each kind; got two of"),
         (lambda: scores.softcap(ROWS[0]), TypeError, "For a learned one write scores.function(lambda score,"),
         (lambda: scores.softcap(1.0) + ROWS, TypeError, "scores must be made by sparseflash.scores"),

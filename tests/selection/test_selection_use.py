@@ -138,7 +138,8 @@ def test_a_loss_is_of_the_last_call(kind):
 def test_nothing_in_gives_nothing_out(kind):
     layer = example_of(kind)
     assert layer(sequence(0, 0, batch=2)).shape == (2, 0, WIDTH)
-    assert layer(sequence(0, 0), cu_seqlens=[0, 0]).shape == (1, 0, WIDTH)
+    for none in ([0, 0], [0]):
+        assert layer(sequence(0, 0), cu_seqlens=none).shape == (1, 0, WIDTH)
     out = layer(sequence(7, 0), cu_seqlens=[0, 0, 7, 7])
     torch.testing.assert_close(out, layer(sequence(7, 0)))
     for batch, tokens in ((0, 40), (2, 0)):
@@ -205,6 +206,7 @@ def test_a_failed_call_leaves_the_cache_as_it_was(monkeypatch):
         ("MixtureOfBlocks", {"block": 8192}, "block must be a power of two from 16 to 4096 tokens; got 8192."),
         ("MixtureOfBlocks", {"chosen": 0}, "chosen must be at least 1; got 0."),
         ("BlockSelection", {"chosen": 1, "first": 1}, r"chosen must be at least first \+ 1, 1 and the query's own"),
+        ("BlockSelection", {"first": -1}, r"chosen must be at least first \+ 1, -1 and"),
         ("BlockSelection", {"teach": "all"}, "teach must be 'visible' or 'chosen'; got 'all'."),
         ("TokenSelection", {"taught": 0}, "taught must be at least 1; got 0."),
         ("SpanSelection", {"span": 3}, "span must be a power of two from 1 to 256 tokens; got 3."),
@@ -216,6 +218,13 @@ def test_a_failed_call_leaves_the_cache_as_it_was(monkeypatch):
 def test_sizes_that_do_not_fit_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         getattr(selection, kind)(WIDTH, 4, 2, head_dim=DIM, **options)
+
+
+@pytest.mark.parametrize("kind", ["NativeSparseAttention", "BlockSelection"])
+@pytest.mark.parametrize("first", [1.5, None, "a", True, torch.nan])
+def test_numbers_of_blocks_are_integers(kind, first):
+    with pytest.raises(TypeError, match="first must be an integer number of blocks; got "):
+        getattr(selection, kind)(WIDTH, 4, 2, head_dim=DIM, first=first)
 
 
 def test_arguments_that_a_layer_does_not_have_are_refused_with_what_to_do():
