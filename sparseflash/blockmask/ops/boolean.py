@@ -10,13 +10,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
-from sparseflash.blockmask.ops.tilelist import (
-    TileList,
-    in_chunks,
-    mask_of,
-    take_patterns,
-    tiles_of,
-)
+from sparseflash.blockmask.ops.tilelist import TileList, in_chunks, mask_of, take_patterns, tiles_of
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct, number_by_first_appearance
 

@@ -11,12 +11,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import integer
 from sparseflash.blockmask.csr import take_rows
-from sparseflash.blockmask.ops.tilelist import (
-    TileList,
-    compose,
-    in_chunks,
-    mask_of,
-)
+from sparseflash.blockmask.ops.tilelist import TileList, compose, in_chunks, mask_of
 from sparseflash.blockmask.stats import pattern_count
 
 Range = Sequence[int | None]

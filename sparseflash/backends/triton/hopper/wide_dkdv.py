@@ -28,13 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparseflash.backends.triton.hopper.backward_items import header, items_of_program, part_of
 from sparseflash.backends.triton.hopper.gluon_api import local_mma_wait
 from sparseflash.backends.triton.hopper.scores import read_later
-from sparseflash.backends.triton.hopper.tiles import (
-    ROWS,
-    bytes_of,
-    load_tile,
-    masked_keys,
-    tiles_of,
-)
+from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, load_tile, masked_keys, tiles_of
 from sparseflash.backends.triton.hopper.wide_steps import (
     OF_GROUP,
     load_dout,
