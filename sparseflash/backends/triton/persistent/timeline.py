@@ -176,9 +176,7 @@ def timeline_kernel(
             tl.store(cell_ptr + at, head * rows + row, mask=entry < count)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "heads", "span", "programs"],
-)
+@triton.jit(do_not_specialize=["rows", "heads", "span", "programs"])
 def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
     """Counts the entries that meet others at the same time, for every order and head: int32 `[orders, heads]`."""
     lane = tl.arange(0, PADDED)
