@@ -31,18 +31,10 @@ _ORDERS = tl.constexpr(4)
 
 @triton.jit(
     do_not_specialize=[
-        "batch_stride",
-        "head_stride",
-        "heads",
-        "rows",
-        "tiles",
-        "programs",
-        "shortest",
-        "quarters",
-        "few",
+        "batch_stride", "head_stride", "heads", "rows", "tiles", "programs", "shortest", "quarters", "few",
     ],
     do_not_specialize_on_alignment=["pattern_ptr", "counted_ptr"],
-)
+)  # fmt: skip
 def chain_kernel(
     pattern_ptr, counted_ptr, made_ptr,  # int32 [B, Hq], [P * rows], [2, tiles + 1]
     cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
