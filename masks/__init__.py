@@ -24,88 +24,46 @@ from typing import TYPE_CHECKING, NoReturn
 if __name__ != "sparseflash.masks":
     raise ImportError("import the pattern library as sparseflash.masks, not as masks.")
 
-from sparseflash.masks import order as order
-from sparseflash.masks.antidiagonal_scores import antidiagonal_scores as antidiagonal_scores
-from sparseflash.masks.axial import axial as axial
-from sparseflash.masks.bigbird import bigbird as bigbird
-from sparseflash.masks.bigbird import deepspeed_bigbird as deepspeed_bigbird
-from sparseflash.masks.butterfly import butterfly as butterfly
-from sparseflash.masks.butterfly_2d import butterfly_2d as butterfly_2d
-from sparseflash.masks.causal import causal as causal
-from sparseflash.masks.chosen_blocks import mass_blocks as mass_blocks
-from sparseflash.masks.chosen_blocks import top_k_blocks as top_k_blocks
-from sparseflash.masks.chosen_keys import selected_keys as selected_keys
-from sparseflash.masks.chosen_keys import top_k_keys as top_k_keys
-from sparseflash.masks.chunked import chunked as chunked
-from sparseflash.masks.deepspeed_fixed import deepspeed_fixed as deepspeed_fixed
-from sparseflash.masks.dense import dense as dense
-from sparseflash.masks.dilated_grid import dilated_grid as dilated_grid
-from sparseflash.masks.documents import documents as documents
-from sparseflash.masks.expander import expander as expander
-from sparseflash.masks.hierarchical import hierarchical as hierarchical
-from sparseflash.masks.local import dilated as dilated
-from sparseflash.masks.local import local as local
-from sparseflash.masks.log_sparse import log_sparse as log_sparse
-from sparseflash.masks.longformer import longformer as longformer
-from sparseflash.masks.neighborhood import neighborhood as neighborhood
+from sparseflash.masks import order
+from sparseflash.masks.antidiagonal_scores import antidiagonal_scores
+from sparseflash.masks.axial import axial
+from sparseflash.masks.bigbird import bigbird, deepspeed_bigbird
+from sparseflash.masks.butterfly import butterfly
+from sparseflash.masks.butterfly_2d import butterfly_2d
+from sparseflash.masks.causal import causal
+from sparseflash.masks.chosen_blocks import mass_blocks, top_k_blocks
+from sparseflash.masks.chosen_keys import selected_keys, top_k_keys
+from sparseflash.masks.chunked import chunked
+from sparseflash.masks.deepspeed_fixed import deepspeed_fixed
+from sparseflash.masks.dense import dense
+from sparseflash.masks.dilated_grid import dilated_grid
+from sparseflash.masks.documents import documents
+from sparseflash.masks.expander import expander
+from sparseflash.masks.hierarchical import hierarchical
+from sparseflash.masks.local import dilated, local
+from sparseflash.masks.log_sparse import log_sparse
+from sparseflash.masks.longformer import longformer
+from sparseflash.masks.neighborhood import neighborhood
 from sparseflash.masks.other_names import no_pattern as _no_pattern
-from sparseflash.masks.pooled_scores import pooled_scores as pooled_scores
-from sparseflash.masks.prefix_lm import prefix_lm as prefix_lm
-from sparseflash.masks.random_blocks import random_blocks as random_blocks
-from sparseflash.masks.select_blocks import select_blocks as select_blocks
-from sparseflash.masks.sliding_tiles import sliding_tiles as sliding_tiles
-from sparseflash.masks.sparse_transformer import fixed as fixed
-from sparseflash.masks.sparse_transformer import strided as strided
-from sparseflash.masks.stack import per_batch as per_batch
-from sparseflash.masks.stack import per_head as per_head
-from sparseflash.masks.streaming import a_shape as a_shape
-from sparseflash.masks.streaming import streaming as streaming
-from sparseflash.masks.streaming import tri_shape as tri_shape
-from sparseflash.masks.swin import swin as swin
-from sparseflash.masks.vertical_slash import vertical_slash as vertical_slash
-from sparseflash.masks.with_text import with_text as with_text
+from sparseflash.masks.pooled_scores import pooled_scores
+from sparseflash.masks.prefix_lm import prefix_lm
+from sparseflash.masks.random_blocks import random_blocks
+from sparseflash.masks.select_blocks import select_blocks
+from sparseflash.masks.sliding_tiles import sliding_tiles
+from sparseflash.masks.sparse_transformer import fixed, strided
+from sparseflash.masks.stack import per_batch, per_head
+from sparseflash.masks.streaming import a_shape, streaming, tri_shape
+from sparseflash.masks.swin import swin
+from sparseflash.masks.vertical_slash import vertical_slash
+from sparseflash.masks.with_text import with_text
 
 __all__ = [
-    "a_shape",
-    "antidiagonal_scores",
-    "axial",
-    "bigbird",
-    "butterfly",
-    "butterfly_2d",
-    "causal",
-    "chunked",
-    "deepspeed_bigbird",
-    "deepspeed_fixed",
-    "dense",
-    "dilated",
-    "dilated_grid",
-    "documents",
-    "expander",
-    "fixed",
-    "hierarchical",
-    "local",
-    "log_sparse",
-    "longformer",
-    "mass_blocks",
-    "neighborhood",
-    "order",
-    "per_batch",
-    "per_head",
-    "pooled_scores",
-    "prefix_lm",
-    "random_blocks",
-    "select_blocks",
-    "selected_keys",
-    "sliding_tiles",
-    "streaming",
-    "strided",
-    "swin",
-    "top_k_blocks",
-    "top_k_keys",
-    "tri_shape",
-    "vertical_slash",
-    "with_text",
-]
+    "a_shape", "antidiagonal_scores", "axial", "bigbird", "butterfly", "butterfly_2d", "causal", "chunked",
+    "deepspeed_bigbird", "deepspeed_fixed", "dense", "dilated", "dilated_grid", "documents", "expander", "fixed",
+    "hierarchical", "local", "log_sparse", "longformer", "mass_blocks", "neighborhood", "order", "per_batch",
+    "per_head", "pooled_scores", "prefix_lm", "random_blocks", "select_blocks", "selected_keys", "sliding_tiles",
+    "streaming", "strided", "swin", "top_k_blocks", "top_k_keys", "tri_shape", "vertical_slash", "with_text",
+]  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would accept any name in a module with this function
 

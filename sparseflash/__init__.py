@@ -65,21 +65,9 @@ __all__ = [
     "sdpa",
 ]  # fmt: skip
 _MODULES = (
-    "analysis",
-    "decode",
-    "distributed",
-    "draw",
-    "grouped",
-    "huggingface",
-    "interop",
-    "masks",
-    "nn",
-    "scores",
-    "selected_tokens",
-    "selection",
-    "testing",
-    "varlen",
-)
+    "analysis", "decode", "distributed", "draw", "grouped", "huggingface", "interop", "masks", "nn", "scores",
+    "selected_tokens", "selection", "testing", "varlen",
+)  # fmt: skip
 _FUNCTIONS = {  # their modules, imported on first access
     "attention_varlen": "varlen",
     "merge_attention": "merge",

@@ -91,9 +91,12 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     windows = cycle(range(1, shape.tokens + 1))
     scores = shape.scores(device)
 
-    def inference() -> None:
-        with torch.no_grad():
-            implementation.causal(q, k, v)
+    def without_gradients(call: Call) -> Call:
+        def run() -> None:
+            with torch.no_grad():
+                call()
+
+        return run
 
     def both() -> None:
         torch.autograd.grad(implementation.causal(*leaves), leaves, dout)
@@ -102,33 +105,18 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
         with torch.autograd.set_multithreading_enabled(False):
             both()
 
-    def new_lengths() -> None:
-        with torch.no_grad():
-            implementation.with_lengths(q, k, v, next(lengths))
-
-    def new_mask() -> None:
-        with torch.no_grad():
-            implementation.newly_causal(q, k, v)
-
-    def window() -> None:
-        with torch.no_grad():
-            implementation.in_window(q, k, v, next(windows))
-
-    def choice() -> None:
-        assert implementation.chosen is not None
-        with torch.no_grad():
-            implementation.chosen(q, k, v, scores)
-
     calls: dict[str, Call] = {
-        INFERENCE: inference,
+        INFERENCE: without_gradients(lambda: implementation.causal(q, k, v)),
         FORWARD: lambda: implementation.causal(*leaves),
         BOTH: both,
         BOTH_HERE: both_here,
-        LENGTHS: new_lengths,
-        MASK: new_mask,
-        WINDOW: window,
+        LENGTHS: without_gradients(lambda: implementation.with_lengths(q, k, v, next(lengths))),
+        MASK: without_gradients(lambda: implementation.newly_causal(q, k, v)),
+        WINDOW: without_gradients(lambda: implementation.in_window(q, k, v, next(windows))),
     }
-    return calls if implementation.chosen is None else calls | {CHOICE: choice}
+    if (chosen := implementation.chosen) is not None:
+        calls[CHOICE] = without_gradients(lambda: chosen(q, k, v, scores))
+    return calls
 
 
 def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:

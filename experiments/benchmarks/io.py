@@ -23,6 +23,7 @@ import typer
 
 from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way, chosen, passes
 from experiments.training.layers.attention import ElementMask, standard_attention
+from experiments.training.options import command_group
 from sparseflash import BlockMask, attention, explain, masks
 from sparseflash.analysis import bytes_moved, flops
 
@@ -233,12 +234,7 @@ def parse(text: str) -> Counted:
     return Counted(total(_READ, _WRITTEN), _SECTOR * total(_FROM_L2, _TO_L2))
 
 
-app = typer.Typer(
-    help="What attention costs: operations, bytes, milliseconds; the FlashAttention paper's figure 2.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("What attention costs: operations, bytes, milliseconds; the FlashAttention paper's figure 2.")
 DTYPES = ("bfloat16", "float16", "float32")
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"batch": 64, "heads": 16, "length": 1024, "dim": [64], "block": 64},

@@ -58,11 +58,6 @@ def say(text: str) -> None:
     console.print(text, soft_wrap=True, highlight=False)
 
 
-@app.callback()
-def main() -> None:
-    """Language models with block-sparse attention."""
-
-
 @app.command()
 def corpus(
     source: Annotated[

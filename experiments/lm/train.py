@@ -81,10 +81,7 @@ class Run(Trainer[Batch]):
             once = attention_of if shared is None else shared.attention_once
             self.documents = DocumentMasks(fixed, once)
         self.flops_a_token = flops.of_token(
-            config.sizes.weights,
-            config.head_dim,
-            flops.live_scores(self.masks, config.sizes.heads),
-            config.context,
+            config.sizes.weights, config.head_dim, flops.live_scores(self.masks, config.sizes.heads), config.context
         )
         torch.manual_seed(config.seed)
         of_layer = (

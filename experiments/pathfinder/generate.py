@@ -40,11 +40,7 @@ class Settings:
 
 
 def generate(
-    settings: Settings,
-    parent: Path,
-    *,
-    workers: int | None = None,
-    progress: Callable[[int], None] = lambda done: None,
+    settings: Settings, parent: Path, *, workers: int | None = None, progress: Callable[[int], None] = lambda done: None
 ) -> Path:
     """Write the file below `parent` and return its path.
 

@@ -1,4 +1,4 @@
-"""Renders vectors on the CPU; render_device.py does the same on any device, with equal bits.
+"""Renders vectors, in integers: the same bits on every CPU.
 
 Lines are composed by maximum and scaled to 1. Markers, discs of 1, are added by maximum. The whole is scaled to 255,
 and truncated, as in the released images.

@@ -56,10 +56,7 @@ class Rendering:
             raise ValueError(f"noise must be at least 0, the floor from 0 to 255; got {self.noise} and {self.floor}")
 
     def finish(
-        self,
-        lines: NDArray[np.floating],
-        marks: NDArray[np.floating],
-        random: np.random.Generator | None = None,
+        self, lines: NDArray[np.floating], marks: NDArray[np.floating], random: np.random.Generator | None = None
     ) -> NDArray[np.uint8]:
         factor = 1.0 if self.lines is None else self.lines / lines.max()
         image = np.maximum(lines * factor, marks)

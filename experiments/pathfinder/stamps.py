@@ -1,7 +1,7 @@
 """The small pictures that compose an image: lines, their surroundings, markers.
 
 Every picture is drawn at twice the resolution and halved with a Lanczos filter. Values overshoot a little, as in the
-release. They are integers, so that images are equal on every CPU and GPU.
+release. They are integers, so that images are equal on every CPU.
 """
 
 from __future__ import annotations

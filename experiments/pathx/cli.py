@@ -206,35 +206,34 @@ def evaluate(
             if out is not None:
                 write_json(out, found)
             return
+        path: Path | None = None
+        task: str | None = None
+        count = images
         if strokes != ORIGINAL:
             if keep or release is not None:
                 raise ValueError("--strokes draws images of its own: leave out --store and --release")
-            with Stream(workers) as stream, counting_bar(console, "Testing", images) as progress:
-                evaluation = Evaluation(model, config, stage, stream, place)
-                scores = evaluation.scores(pack_strokes, strokes, images=images, progress=progress)
-            found = evaluation.result(scores, None, f"{strokes} strokes, {stage.size} pixels, {stage.contour} dashes")
+            source: tuple[Any, ...] = pack_strokes, strokes
+            task = f"{strokes} strokes, {stage.size} pixels, {stage.contour} dashes"
         elif release is not None:
             if keep or record is not None:
                 raise ValueError("--store and --record keep results of test sets; write one of a release with --out")
             fold = folder_of_fold(release, stage.size, stage.contour)
             count = min(images, len(samples_of(fold, split)))
-            with Stream(workers) as stream, counting_bar(console, "Testing", count) as progress:
-                evaluation = Evaluation(model, config, stage, stream, place)
-                scores = evaluation.scores(pack_released, fold, split, images=count, progress=progress)
-            found = evaluation.result(scores, None, released_title(fold, stage.size, split))
+            source, task = (pack_released, fold, split), released_title(fold, stage.size, split)
         else:
             path = made_test_set(stage.size, stage.contour, data, workers)
-            with Stream(workers) as stream, counting_bar(console, "Testing", images) as progress:
-                evaluation = Evaluation(model, config, stage, stream, place)
-                scores = evaluation.scores(pack_from_file, path, images=images, progress=progress)
-            found = evaluation.result(scores, path)
+            source = pack_from_file, path
+        with Stream(workers) as stream, counting_bar(console, "Testing", count) as progress:
+            evaluation = Evaluation(model, config, stage, stream, place)
+            scores = evaluation.scores(*source, images=count, progress=progress)
+        found = evaluation.result(scores, path, task)
         found |= {"helped": of_model(about)}
         if keep:
             store(file, stage, found)
         if record is not None:
-            task, supervision, layers = trained_as(stage, config, about)
-            task += "" if strokes == ORIGINAL else f"-{strokes}-strokes"
-            measured = measurements_of(found, weights.beside(file)["cost"], (task, supervision, layers))
+            trained_on, supervision, layers = trained_as(stage, config, about)
+            trained_on += "" if strokes == ORIGINAL else f"-{strokes}-strokes"
+            measured = measurements_of(found, weights.beside(file)["cost"], (trained_on, supervision, layers))
             add_seed(record, run_of_test(place, config), measured)
         if out is not None:
             write_json(out, found)

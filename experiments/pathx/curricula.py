@@ -5,6 +5,7 @@ An easier stage ends early at its accuracy. 64 pixels with 14 dashes cost the ge
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ _BEGINNING = (
     _stage(128, 6, minutes=4.0, until=0.94),
 )
 
+# Paths of three dashes first, whose markers are two gaps apart. A stage begins when the one before is learned.
+_FROM_LABELS = (
+    _stage(64, 3, minutes=6.0, until=0.95, warmup=500),
+    _stage(64, 4, also=(3,), minutes=6.0, until=0.95),
+    _stage(64, 6, also=(4,), minutes=10.0, until=0.95),
+    _stage(128, 4, also=(6,), minutes=6.0, until=0.95),
+    _stage(128, 6, also=(9,), minutes=10.0, until=0.95),
+    _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95),
+)
+
 CURRICULA: dict[str, tuple[Stage, ...]] = {
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
     "cpu": (_stage(32, 6, tokens=3 * _K, minutes=1.3, schedule="cosine", lr=2e-3),),
@@ -45,25 +56,11 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     # From a model for Path-X trained on one rendering (--initial).
     "renderings": (_stage(128, 14, also=(14, 9, 6), minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
     "renderings-256": (_stage(256, 14, minutes=4.5, schedule="cosine", lr=7e-4, warmup=100),),
-    # From class labels only: paths of three dashes first, whose markers are two gaps apart. A stage begins when the one
-    # before is learned.
-    "label-free": (
-        _stage(64, 3, minutes=6.0, until=0.95, warmup=500),
-        _stage(64, 4, also=(3,), minutes=6.0, until=0.95),
-        _stage(64, 6, also=(4,), minutes=10.0, until=0.95),
-        _stage(128, 4, also=(6,), minutes=6.0, until=0.95),
-        _stage(128, 6, also=(9,), minutes=10.0, until=0.95),
-        _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95),
-        _stage(128, 14, also=(14, 9, 6), minutes=12.0, schedule="cosine"),
-    ),
+    # From class labels only.
+    "label-free": (*_FROM_LABELS, _stage(128, 14, also=(14, 9, 6), minutes=12.0, schedule="cosine")),
     # From 160,000 images of each length, the size of the arena's training set.
     "label-free-160000": (
-        _stage(64, 3, minutes=6.0, until=0.95, warmup=500, images=160_000),
-        _stage(64, 4, also=(3,), minutes=6.0, until=0.95, images=160_000),
-        _stage(64, 6, also=(4,), minutes=10.0, until=0.95, images=160_000),
-        _stage(128, 4, also=(6,), minutes=6.0, until=0.95, images=160_000),
-        _stage(128, 6, also=(9,), minutes=10.0, until=0.95, images=160_000),
-        _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95, images=160_000),
+        *(replace(stage, images=160_000) for stage in _FROM_LABELS),
         _stage(128, 14, minutes=12.0, schedule="cosine", images=160_000),
     ),
     # 160,000 drawings in all stages together, as many as the arena's training set has. With --no-renderings it is one

@@ -47,13 +47,7 @@ class Run(Trainer[Packed]):
     model: weights.Model
 
     def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        stream: Stream,
-        *,
-        resume: bool = False,
-        overwrite: bool = False,
+        self, config: Config, folder: Path, stream: Stream, *, resume: bool = False, overwrite: bool = False
     ) -> None:
         if not config.curriculum:
             raise ValueError("a run must have a curriculum of at least one stage")

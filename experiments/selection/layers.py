@@ -14,45 +14,40 @@ from experiments.selection.sizes import Sizes
 from sparseflash import BlockMask, masks, selection
 
 
+def _layer(kind: Callable[..., nn.Module], sizes: Sizes, **options: Any) -> nn.Module:
+    return kind(sizes.width, sizes.heads, sizes.kv_heads, head_dim=sizes.dim, qk_norm=True, **options)
+
+
 def _fixed(pattern: Callable[[Sizes], BlockMask]) -> Callable[[Sizes], nn.Module]:
-    return lambda sizes: Fixed(pattern(sizes), sizes.width, sizes.heads, sizes.kv_heads, **_common(sizes))
-
-
-def _common(sizes: Sizes) -> dict[str, Any]:
-    return {"head_dim": sizes.dim, "qk_norm": True}
-
-
-def _chosen(kind: Callable[..., nn.Module], **options: Any) -> Callable[[Sizes], nn.Module]:
-    return lambda sizes: kind(
-        sizes.width, sizes.heads, sizes.kv_heads, chosen=sizes.chosen, block=sizes.block, **options, **_common(sizes)
-    )
+    return lambda sizes: _layer(partial(Fixed, pattern(sizes)), sizes)
 
 
 def _native(sizes: Sizes) -> nn.Module:
     """With the paper's proportions: blocks of 64, compressed by 32 every 16, and a window of half as many keys."""
     first, last = (1, 2) if sizes.chosen > 3 else (0, 1)
-    return selection.NativeSparseAttention(
-        sizes.width, sizes.heads, sizes.kv_heads, block=sizes.block, chosen=sizes.chosen, stride=sizes.block // 4,
-        compression=sizes.block // 2, window=sizes.block * sizes.chosen // 2, first=first, last=last, **_common(sizes),
+    return _layer(
+        selection.NativeSparseAttention, sizes, block=sizes.block, chosen=sizes.chosen, stride=sizes.block // 4,
+        compression=sizes.block // 2, window=sizes.block * sizes.chosen // 2, first=first, last=last,
     )  # fmt: skip
 
 
-def _tokens(sizes: Sizes) -> nn.Module:
-    return selection.TokenSelection(
-        sizes.width, sizes.heads, sizes.kv_heads, chosen=sizes.chosen * sizes.block, index_heads=sizes.heads,
-        index_dim=sizes.index_dim, taught=sizes.taught, **_common(sizes),
-    )  # fmt: skip
-
-
-def _spans(sizes: Sizes) -> nn.Module:
-    return selection.SpanSelection(
-        sizes.width, sizes.heads, sizes.kv_heads, chosen=sizes.chosen * sizes.block // 4, index_heads=sizes.heads,
-        index_dim=sizes.index_dim, taught=sizes.taught, **_common(sizes),
-    )  # fmt: skip
+def _moba(sizes: Sizes) -> nn.Module:
+    return _layer(selection.MixtureOfBlocks, sizes, chosen=sizes.chosen, block=sizes.block)
 
 
 def _blocks(sizes: Sizes) -> nn.Module:
-    return _chosen(selection.BlockSelection, index_dim=sizes.index_dim, taught=sizes.taught)(sizes)
+    return _layer(
+        selection.BlockSelection, sizes, chosen=sizes.chosen, block=sizes.block, index_dim=sizes.index_dim,
+        taught=sizes.taught,
+    )  # fmt: skip
+
+
+def _indexed(kind: Callable[..., nn.Module], span: int) -> Callable[[Sizes], nn.Module]:
+    """Chooses spans of tokens by an indexer."""
+    return lambda sizes: _layer(
+        kind, sizes, chosen=sizes.chosen * sizes.block // span, index_heads=sizes.heads, index_dim=sizes.index_dim,
+        taught=sizes.taught,
+    )  # fmt: skip
 
 
 class Video(selection.VideoSparseAttention):
@@ -73,10 +68,10 @@ LAYERS: dict[str, Callable[[Sizes], nn.Module]] = {
     "window": _fixed(fixed.window),
     "strided": _fixed(fixed.strided),
     "NSA": _native,
-    "MoBA": _chosen(selection.MixtureOfBlocks),
+    "MoBA": _moba,
     "shared blocks": _blocks,
-    "DSA": _tokens,
-    "QSA": _spans,
+    "DSA": _indexed(selection.TokenSelection, 1),
+    "QSA": _indexed(selection.SpanSelection, 4),
     "VSA": Video,
 }
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,32 +203,17 @@ def collected(
     best: BestWeights | None = None,
 ) -> dict[str, Tensor]:
     """If the model is sharded, all processes call this together."""
-    found = collect(model, optimizer, average, random, best)
-    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
-
-
-def collect(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    average: WeightAverage | None,
-    random: list[RandomState],
-    best: BestWeights | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in model.state_dict().items():
-        yield f"model.{name}", tensor
-    if average is not None:
-        for name, tensor in average.weights.items():
-            yield f"average.{name}", tensor
-    if best is not None:
-        for name, tensor in best.weights.items():
-            yield f"best.{name}", tensor
+    found = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for prefix, kept in (("average", average), ("best", best)):
+        if kept is not None:
+            found |= {f"{prefix}.{name}": tensor for name, tensor in kept.weights.items()}
     names = parameter_names(model, optimizer)
     for index, values in optimizer.state_dict()["state"].items():
-        for key, tensor in values.items():
-            yield f"optimizer.{names[index]}.{key}", tensor
+        found |= {f"optimizer.{names[index]}.{key}": tensor for key, tensor in values.items()}
     for rank, state in enumerate(random):
-        for key, tensor in state.items():
-            yield f"random.{rank}.{key}" if rank else f"random.{key}", tensor
+        prefix = f"random.{rank}" if rank else "random"
+        found |= {f"{prefix}.{key}": tensor for key, tensor in state.items()}
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found.items()}
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:

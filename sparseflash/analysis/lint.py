@@ -53,11 +53,7 @@ class Finding:
 
 
 def lint(
-    masks: Masks,
-    *,
-    causal: bool = False,
-    layers: int | None = None,
-    orders: Mapping[str, Tensor] | None = None,
+    masks: Masks, *, causal: bool = False, layers: int | None = None, orders: Mapping[str, Tensor] | None = None
 ) -> list[Finding]:
     """The mistakes found in a mask, or in the masks of a model's layers; an empty list if none is found.
 

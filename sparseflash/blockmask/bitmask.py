@@ -71,6 +71,14 @@ def choices(words: Tensor, block_k: int) -> Tensor:
     return torch.cat([full, words, torch.zeros_like(full)])
 
 
+def side_by_side(words: Tensor, block_k: int) -> Tensor:
+    """The words of tiles whose keys follow one another: int32 `[C, tiles, block_q, W]` to `[C, block_q, W']`."""
+    words = words.transpose(1, 2)
+    if block_k < WORD:  # two pieces of 16 keys a word
+        words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
+    return words.flatten(2)
+
+
 def transposed(words: Tensor, block_k: int) -> Tensor:
     """The words of transposed tiles: int32 `[T, block_q, W]` to `[T, block_k, W']`.
 
@@ -94,13 +102,21 @@ def transposed(words: Tensor, block_k: int) -> Tensor:
 
 def live_scores(words: Tensor) -> Tensor:
     """Number of live scores of each tile: int32 `[T, block_q, words]` to int64 `[T]`."""
+    return ones(words).sum(dim=(-2, -1), dtype=torch.int64)
+
+
+def ones(x: Tensor) -> Tensor:
+    """How many of the 32 lower bits of each integer are set; no others must be, except those of an int32's sign.
+
+    >>> ones(torch.tensor([0, 5, -1], dtype=torch.int32)).tolist()
+    [0, 2, 32]
+    """
     # Parallel population count. The mask after each arithmetic shift discards the copied sign bits.
-    v = words
-    v = v - ((v >> 1) & 0x55555555)
-    v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
-    v = (v + (v >> 4)) & 0x0F0F0F0F
-    v = (v & 0xFF) + ((v >> 8) & 0xFF) + ((v >> 16) & 0xFF) + ((v >> 24) & 0xFF)
-    return v.sum(dim=(-2, -1), dtype=torch.int64)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 63
 
 
 def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.bitmask import ones
 from sparseflash.blockmask.cache import mask_cache, once
 from sparseflash.blockmask.csr import stored_tiles
 
@@ -61,13 +62,4 @@ def number_of_tile(numbers: Tensor, pattern: Tensor, row: Tensor, column: Tensor
     """
     found = numbers[pattern, row, column // COLUMNS].long()
     below = found[..., 0] & ((1 << column % COLUMNS) - 1)
-    return found[..., 1] + _ones(below)
-
-
-def _ones(x: Tensor) -> Tensor:
-    """How many of the 31 lower bits of each number are set; the others must not be."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    x = x + (x >> 8)
-    return (x + (x >> 16)) & 63
+    return found[..., 1] + ones(below)

@@ -268,14 +268,8 @@ def _check_ranks_agree(
     gradients = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v, *learned))
     changes = call.changes.described(), tuple((tuple(x.shape), x.dtype) for x in learned)
     given, number = drops.described(seed) if dropped else ("", None)
-    kind = (
-        shape,
-        options,
-        changes,
-        gradients,
-        dropped,
-        given,
-    )  # without the seed's value, which may change at every step
+    # Without the seed's value, which may change at every step.
+    kind = shape, options, changes, gradients, dropped, given
     if kind in plan.agreed or plan.ranks == 1:
         return
     parts = {

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparseflash.distributed.inverse_gradient import apply_with_inverse
 from sparseflash.distributed.shards import Shards
+from sparseflash.inverse_gradient import apply_with_inverse
 
 
 def scattered(x: Tensor, dim: int, shards: Shards, rank: int, group: dist.ProcessGroup | None) -> Tensor:

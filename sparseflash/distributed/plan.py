@@ -125,8 +125,7 @@ class ShardPlan:
     def traffic(self, batch: int, kv_heads: int) -> Traffic:
         """The keys that each rank sends and receives if keys travel."""
         return self._once(
-            ("traffic", batch, kv_heads),
-            lambda: Traffic.of(self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
+            ("traffic", batch, kv_heads), lambda: Traffic.of(self.readers, Heads.of(self.mask.pattern, batch, kv_heads))
         )
 
     def stages_for(
@@ -162,8 +161,7 @@ class ShardPlan:
         """The queries that each rank sends and receives if queries travel."""
         mask, readers, _ = self._turned
         return self._once(
-            ("query traffic", batch, heads),
-            lambda: Traffic.of(readers, Heads.of(mask.pattern, batch, heads)),
+            ("query traffic", batch, heads), lambda: Traffic.of(readers, Heads.of(mask.pattern, batch, heads))
         )
 
     def query_stages_for(self, batch: int, heads: int, *, same_slots: bool = False) -> Route:

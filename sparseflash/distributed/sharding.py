@@ -125,10 +125,7 @@ def _check_like(mask: BlockMask, like: ShardPlan, ranks: int) -> None:
             "like must be a plan of the same lengths and ranks; it is of {} x {} tokens over {} ranks, got {} x {} "
             "over {}.".format(*theirs, *ours)
         )
-    for side, block, chunk in (
-        ("q", mask.block_q, like.queries.chunk),
-        ("k", mask.block_k, like.keys.chunk),
-    ):
+    for side, block, chunk in (("q", mask.block_q, like.queries.chunk), ("k", mask.block_k, like.keys.chunk)):
         if chunk % block:
             raise ValueError(
                 f"mask must have a block_{side} that divides the chunks of like, {chunk} tokens; got {block}. Use "

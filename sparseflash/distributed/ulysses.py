@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparseflash.distributed.exchange import Sent
-from sparseflash.distributed.inverse_gradient import apply_with_inverse
 from sparseflash.distributed.shards import Shards
+from sparseflash.inverse_gradient import apply_with_inverse
 
 
 def to_heads(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -> Tensor:

@@ -17,8 +17,7 @@ _of_batch = scores.function(
     lambda score, b, h, q, k, slopes, shift: score - slopes[b, h] * (q + shift - k).abs(), _nothing, _nothing
 )
 _of_sequences = scores.function(
-    lambda score, b, h, q, k, slopes, row, shift: score - slopes[row[q], h] * (q + shift[q] - k).abs(),
-    *[_nothing] * 3,
+    lambda score, b, h, q, k, slopes, row, shift: score - slopes[row[q], h] * (q + shift[q] - k).abs(), *[_nothing] * 3
 )
 
 

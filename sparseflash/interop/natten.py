@@ -16,6 +16,7 @@ from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.ops.place import place
 from sparseflash.interop.tokens_first import refuse_unless
+from sparseflash.inverse_gradient import apply_with_inverse
 from sparseflash.masks import order as orders
 from sparseflash.masks.neighborhood import neighborhood
 from sparseflash.masks.tiling.grid import coordinates, per_axis, strides
@@ -192,19 +193,8 @@ def _order(grid: tuple[int, ...], dilation: tuple[int, ...], block: int) -> Tens
     return in_tiles[remainder[in_tiles].argsort(stable=True)]
 
 
-def _ordered(x: Tensor, order: Tensor | None, back: Tensor | None) -> Any:
-    return x if order is None else _Reordered.apply(x, order, back)  # type: ignore[no-untyped-call]
-
-
-class _Reordered(torch.autograd.Function):
+def _ordered(x: Tensor, order: Tensor | None, back: Tensor | None) -> Tensor:
     """Tokens `order` of `x [B, N, ...]`; its gradient is one such operation, too, and no sum over indices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(order, back)
-        return x.index_select(1, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        order, back = ctx.saved_tensors
-        return _ordered(gradient, back, order), None, None
+    if order is None or back is None:
+        return x
+    return apply_with_inverse(lambda x: x.index_select(1, order), lambda x: x.index_select(1, back), x)

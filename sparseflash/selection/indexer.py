@@ -40,13 +40,8 @@ class IndexedLayer(SelectionLayer):
         )
         if teach not in ("visible", "chosen"):
             raise ValueError(f"teach must be 'visible' or 'chosen'; got {teach!r}.")
-        self.index_heads, self.index_dim, self.teach, self.taught, self.loss = (
-            index_heads,
-            index_dim,
-            teach,
-            taught,
-            None,
-        )
+        self.index_heads, self.index_dim = index_heads, index_dim
+        self.teach, self.taught, self.loss = teach, taught, None
         query_features = self.embed_dim if query_features is None else query_features
         self.index_q = nn.Linear(query_features, index_heads * index_dim, bias=False, device=device, dtype=dtype)
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)

@@ -135,7 +135,7 @@ _EXPERIMENTS = {
     "benchmarks/gpt.py": "benchmarks/harness benchmarks/speed/peers lm lm/model training",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io.py": "benchmarks/harness training/layers sparseflash/explain.py PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training training/layers sparseflash/explain.py PUBLIC",
     "benchmarks/masks.py": "benchmarks/harness benchmarks/patterns PUBLIC",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",

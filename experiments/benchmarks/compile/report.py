@@ -17,12 +17,13 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.configs import Config, Kernel
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
-from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
+from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
 from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.versions import is_measured, triton_version
 from sparseflash.dropout import GROUP, Dropout
 from sparseflash.scores.change import Scores, Sizes
 
@@ -138,7 +139,7 @@ def _report(name: str, kernel: Any) -> Report:
         shared=kernel.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         serialised=bool(said.serialised),
-        direct=is_direct_version() and parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None,
+        direct=is_measured(triton_version()) and parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None,
         two_layouts=has_two_layouts(ptx),
     )
 

@@ -12,18 +12,14 @@ from experiments.benchmarks.huggingface.generation import COMPILED, DYNAMIC, STA
 from experiments.benchmarks.huggingface.implementations import OURS, available, release
 from experiments.benchmarks.huggingface.measure import Options
 from experiments.benchmarks.huggingface.shapes import GENERATED, SHAPES
+from experiments.training.options import command_group
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app = command_group("Models of Hugging Face Transformers of random weights, with this attention and with their own.")
 
 Implementations = Annotated[
     list[str] | None, typer.Option("--implementation", help="eager, sdpa, flex_attention, sparseflash.")
 ]
 Small = Annotated[bool, typer.Option("--small", help="Tiny widths, for a trial.")]
-
-
-@app.callback()
-def main() -> None:
-    """Models of Hugging Face Transformers of random weights, with this attention and with their own."""
 
 
 @app.command()

@@ -11,14 +11,10 @@ from experiments.benchmarks.patterns import flex, gallery, table
 from experiments.benchmarks.patterns.catalogue import PATTERNS, Pattern, select
 from experiments.benchmarks.patterns.measure import AT, BLOCK, Row, measure
 from experiments.training.cli_errors import short_errors
+from experiments.training.options import command_group
 from sparseflash.blockmask.arguments import BLOCKS
 
-app = typer.Typer(
-    help="The pattern library as one page of pictures and one table of numbers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = command_group("The pattern library as one page of pictures and one table of numbers.")
 RESULTS = Path("experiments/results/patterns.json")
 # FlexAttention evaluates all scores: variants of a rule take equally long.
 PEERS = ("families", "all", "none")

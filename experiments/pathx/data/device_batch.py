@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -106,14 +107,9 @@ def batch_of(
     )  # fmt: skip
 
 
-_GRID_MASKS: dict[tuple[Relation, int, int, int, torch.device], BlockMask] = {}
-
-
+@lru_cache(maxsize=32)
 def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, device: torch.device) -> BlockMask:
-    key = (relation, side, block, registers, device)
-    if key not in _GRID_MASKS:
-        _GRID_MASKS[key] = grid_mask(relation, side, block, registers).to(device)
-    return _GRID_MASKS[key]
+    return grid_mask(relation, side, block, registers).to(device)
 
 
 def between(batch: Batch, now: str, then: str) -> Order:

@@ -33,13 +33,7 @@ class RMSNorm(nn.RMSNorm):
 
 class SelfAttention(nn.Module):
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        head_dim: int,
-        dropout: float,
-        qk_norm: bool,
-        implementation: str = "sparseflash",
+        self, width: int, heads: int, head_dim: int, dropout: float, qk_norm: bool, implementation: str = "sparseflash"
     ) -> None:
         super().__init__()
         self.heads = heads

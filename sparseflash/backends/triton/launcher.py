@@ -20,14 +20,13 @@ from sparseflash.backends.triton import native
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.device import refuse_to_record
 from sparseflash.backends.triton.direct_start import Parameter, kernel_of, loaded, parameters_of_compiled
-from sparseflash.backends.triton.versions import MEASURED, triton_version
+from sparseflash.backends.triton.versions import is_measured, triton_version
 from sparseflash.blockmask.cache import bounded
 from sparseflash.cuda_driver import raise_if_failed
 from sparseflash.limits import check_count
 
 # Fused multiply-adds are fewer instructions and have smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
-DIRECT_VERSIONS = tuple(each.triton for each in MEASURED if each.direct)
 _INVALID_CONTEXT = 201  # CUresult: no context is current on this thread yet
 
 
@@ -123,7 +122,8 @@ class Variant:
             compiled = self.compiled(arguments)
             if compiled is None:  # in the interpreter
                 return
-            is_direct = is_direct_version() and native.module() is not native.Nothing
+            # Triton's own launcher takes 50 us or more on the host; ours relies on undocumented details of a version.
+            is_direct = is_measured(triton_version()) and native.module() is not native.Nothing
             parameters = parameters_of_compiled(compiled, self.names) if is_direct else None
             function = loaded(compiled, self.device) if parameters is not None else None
             if function is None:
@@ -341,11 +341,6 @@ def _specialised(x: Any, anything: bool, anywhere: bool) -> Any:
 def _fits(compiled: Any) -> bool:
     metadata = compiled.metadata
     return bool(metadata.shared <= architecture_of(divmod(metadata.target.arch, 10)).shared_memory)
-
-
-def is_direct_version() -> bool:
-    """Whether the installed Triton is one of `DIRECT_VERSIONS`."""
-    return triton_version() in DIRECT_VERSIONS
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:

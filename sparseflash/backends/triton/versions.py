@@ -15,9 +15,6 @@ class Measured(NamedTuple):
 
     triton: tuple[int, int]
     torch: tuple[str, ...]  # the PyTorch releases whose CUDA builds pin it
-    # Whether direct_start.py launches kernels in place of Triton's launcher, which takes 50 us or more on the host.
-    # direct_start.py relies on undocumented details.
-    direct: bool = True
 
 
 MEASURED = (

@@ -10,13 +10,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
-from sparseflash.blockmask.ops.tilelist import (
-    TileList,
-    in_chunks,
-    mask_of,
-    take_patterns,
-    tiles_of,
-)
+from sparseflash.blockmask.ops.tilelist import TileList, in_chunks, mask_of, take_patterns, tiles_of
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct, number_by_first_appearance
 
@@ -120,9 +114,7 @@ def _combined(
     recipes, which = distinct(kind_a * (len(b.bits) + 2) + kind_b)
     words_a, words_b = bitmask.choices(a.bits, a.block_k), bitmask.choices(b.bits, b.block_k)
     words = in_chunks(
-        lambda some: operation(words_a[some // len(words_b)], words_b[some % len(words_b)]),
-        recipes,
-        words_a[0].numel(),
+        lambda some: operation(words_a[some // len(words_b)], words_b[some % len(words_b)]), recipes, words_a[0].numel()
     )
     made = TileList(
         a.q_len, a.k_len, a.block_q, a.block_k, row, col, which + 1, words, number.view(pair.shape), len(first)

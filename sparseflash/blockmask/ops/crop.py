@@ -11,12 +11,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import integer
 from sparseflash.blockmask.csr import take_rows
-from sparseflash.blockmask.ops.tilelist import (
-    TileList,
-    compose,
-    in_chunks,
-    mask_of,
-)
+from sparseflash.blockmask.ops.tilelist import TileList, compose, in_chunks, mask_of
 from sparseflash.blockmask.stats import pattern_count
 
 Range = Sequence[int | None]
@@ -72,9 +67,7 @@ def _crop_queries(mask: BlockMask, start: int, stop: int) -> TileList:
         col_blocks=made.blocks[1], dead=len(known) - 1,
     )  # fmt: skip
     words = in_chunks(
-        lambda some: torch.cat([known[some[:, 0], shift:], known[some[:, 1], :shift]], dim=1),
-        recipes,
-        known[0].numel(),
+        lambda some: torch.cat([known[some[:, 0], shift:], known[some[:, 1], :shift]], dim=1), recipes, known[0].numel()
     )
     return replace(made, row=row, col=col, kind=recipe + 1, words=words)
 

@@ -17,11 +17,7 @@ from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import has_integers, plain_tensor, tensor_of
 from sparseflash.blockmask.csr import take_rows
 from sparseflash.blockmask.ops.padding import bake_lengths
-from sparseflash.blockmask.ops.tilelist import (
-    TileList,
-    mask_of,
-    tiles_of,
-)
+from sparseflash.blockmask.ops.tilelist import TileList, mask_of, tiles_of
 from sparseflash.blockmask.ops.transpose import transpose
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct

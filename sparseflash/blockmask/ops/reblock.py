@@ -76,14 +76,9 @@ def _join_keys(made: TileList, block_k: int) -> TileList:
         made.row, made.col // parts, made.kind, made.col % parts, parts,
         col_blocks=-(-made.k_len // block_k), dead=len(known) - 1,
     )  # fmt: skip
-
-    def joined(some: Tensor) -> Tensor:
-        words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
-        if made.block_k < bitmask.WORD:
-            words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
-        return words.flatten(2)
-
-    words = in_chunks(joined, recipes, known[0].numel() * parts)
+    words = in_chunks(
+        lambda some: bitmask.side_by_side(known[some], made.block_k), recipes, known[0].numel() * parts
+    )  # fmt: skip
     return replace(made, block_k=block_k, row=row, col=col, kind=which + 1, words=words)
 
 

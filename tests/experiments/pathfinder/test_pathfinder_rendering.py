@@ -24,6 +24,7 @@ from experiments.pathfinder.vectors import collect
 from tests.experiments.pathfinder.parameters import OTHER
 
 CASES = {"32": lra(32, 6), "64": lra(64, 6), "128": lra(128, 9), "256": lra(256, 6), "other": OTHER}
+CASES["large"] = replace(OTHER, size=300)  # its places take 16 bits
 QUIET = {name: each for name, each in RENDERINGS.items() if not each.noise}
 IMAGES = 3
 

@@ -42,12 +42,17 @@ def test_checkpoint_files_stay_below_their_limit_and_lose_nothing(data, run, mon
 
 def test_a_checkpoint_has_the_random_state_of_the_gpu_that_it_ran_on(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device="cuda": asked.append(torch.device(device)))
+
+    def state_of(device="cuda"):
+        asked.append(torch.device(device))
+        return torch.zeros(1)
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", state_of)
     second = SimpleNamespace(device=torch.device("cuda:1"), is_cuda=True)
     model = SimpleNamespace(state_dict=dict, named_parameters=list, parameters=lambda: iter([second]))
     optimizer = SimpleNamespace(state_dict=lambda: {"state": {}}, param_groups=[])
     random = [checkpoint.random_state(second.device)]
-    assert [name for name, _ in checkpoint.collect(model, optimizer, None, random)] == ["random.cpu", "random.cuda"]
+    assert list(checkpoint.collected(model, optimizer, None, random)) == ["random.cpu", "random.cuda"]
     assert asked == [second.device]
 
 

@@ -30,9 +30,7 @@ from sparseflash.backends.triton.hopper.scores import (
     sums_of_threads,
     to_first_column,
 )
-from sparseflash.backends.triton.hopper.scores import (
-    distances as distances_of_tile,
-)
+from sparseflash.backends.triton.hopper.scores import distances as distances_of_tile
 from sparseflash.backends.triton.launch.launches import SOME_PARTS
 
 if TYPE_CHECKING:

@@ -162,10 +162,7 @@ def hopper_send_stored(
 @gluon.jit
 def hopper_load_step(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, at):
     _, _, _, desc, _, _ = args
-    pair_s, full, empty = buffers
-    mbarrier.wait(empty.index(0), (step & 1) ^ 1)
-    mbarrier.expect(full.index(0), desc.block_type.nbytes)
-    async_load(desc, [at[0], at[1], at[2], at[3]], full.index(0), pair_s.index(0))
+    load_boxes(desc, buffers, at, step, True, 1)
 
 
 @gluon.jit

@@ -46,6 +46,7 @@ from sparseflash.backends.triton.hopper.backward_items import KEYS, SENDERS
 from sparseflash.backends.triton.hopper.backward_loader import loader
 from sparseflash.backends.triton.hopper.backward_sender import sender
 from sparseflash.backends.triton.hopper.gluon_api import reinterpret
+from sparseflash.backends.triton.hopper.record import barriers
 from sparseflash.backends.triton.hopper.rows import WIDTH
 
 THREADS = gl.constexpr(256)  # of the warpgroups; each arrives by itself when it has read a stage
@@ -112,24 +113,11 @@ def backward_kernel(
     # dv and dk are sent from the buffers of dq; each buffer holds one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES * CHANGES.SENT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    full = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
-    for c in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=THREADS)
-    for c in gl.static_range(DOUT_STAGES):
-        mbarrier.init(dout_full.index(c), count=1)
-        mbarrier.init(dout_empty.index(c), count=THREADS)
+    q_full, q_empty = barriers(Q_STAGES, THREADS)
+    dout_full, dout_empty = barriers(DOUT_STAGES, THREADS)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
-    for c in gl.static_range(SENDERS):
-        mbarrier.init(full.index(c), count=1)
-        mbarrier.init(empty.index(c), count=1)
+    full, empty = barriers(SENDERS, 1)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
     changes = arguments_of_changes(
         CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), change_desc, learned, learned_desc

@@ -24,7 +24,7 @@ from sparseflash.backends.triton.changes.hopper_steps import arguments_of_change
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
 from sparseflash.backends.triton.hopper.forward_loader import loader
 from sparseflash.backends.triton.hopper.forward_steps import consumer
-from sparseflash.backends.triton.hopper.record import RECORD, RECORDS
+from sparseflash.backends.triton.hopper.record import RECORD, RECORDS, barriers
 from sparseflash.backends.triton.hopper.tiles import ROWS, tiles_of
 
 
@@ -39,15 +39,11 @@ def buffers(
     k_s = tiles_of(dtype, STAGES, BLOCK_N, D)
     v_s = tiles_of(dtype, STAGES, BLOCK_N, DV)
     record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full, q_empty = barriers(Q_BUFFERS * GROUPS, 1 if Q_BUFFERS == 2 else 128, 2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * GROUPS, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * GROUPS, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for c in gl.static_range(Q_BUFFERS * GROUPS):
-        mbarrier.init(q_full.index(c), count=2)
-        mbarrier.init(q_empty.index(c), count=1 if Q_BUFFERS == 2 else 128)
     for c in gl.static_range(STAGES):
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)

@@ -160,20 +160,9 @@ class Forward:
     def choices(self) -> list[KernelChoice]:
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
-        config = self.layout.config
-        warps = 8 + config.streams
-        return [
-            described_choice(
-                "forward",
-                (config.tile[0], config.keys),
-                warps,
-                config.stages,
-                self._launch,
-                counts,
-                self.plan.parts,
-                walked=config.tile,
-            )
-        ]
+        config, parts = self.layout.config, self.plan.parts
+        block, warps = (config.tile[0], config.keys), 8 + config.streams
+        return [described_choice("forward", block, warps, config.stages, self._launch, counts, parts, config.tile)]
 
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:

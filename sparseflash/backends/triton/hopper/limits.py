@@ -30,13 +30,8 @@ class Limits(NamedTuple):
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     backward_queries_dynamic_wide: int = 2048  # the same above head dim 128
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
-    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64
+    backward_dim_small: int = 64  # the least of D and Dv in blocks of 64, of a mask that is not dynamic
     backward_queries_small: int = 16_384  # in tiles of 64
-    backward_small_dynamic: bool = False  # whether a dynamic mask may have blocks of 64
-
-    def takes_small_backward(self, dims: tuple[int, int], dynamic: bool) -> bool:
-        """Whether the backward of plain scores is chosen in blocks of 64."""
-        return min(dims) >= self.backward_dim_small and (not dynamic or self.backward_small_dynamic)
 
     def least_queries(
         self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool, filled: bool = False

@@ -1,9 +1,10 @@
 """Numbers that the loading warp passes to the warpgroups by shared memory: in the forward the record of an item, in the
-backward a few numbers of each step.
+backward a few numbers of each step. And the mbarriers of buffers.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 RECORD = gl.constexpr(16)  # numbers
 # More than the one or two buffers of queries: an item's queries are freed before its record is read for the
@@ -26,6 +27,17 @@ JUMP = gl.constexpr(12)  # this many tiles of the list, full ones past the lengt
 BLOCK = gl.constexpr(13)  # the number of the first tile
 OF_CHANGE_FIRST = gl.constexpr(14)  # two numbers of the score modification that has `record`
 OF_CHANGE_SECOND = gl.constexpr(15)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, READERS: gl.constexpr, LOADS: gl.constexpr = 1):
+    """A full and an empty mbarrier for each of COUNT buffers: LOADS arrivals fill one, READERS threads empty it."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(COUNT):
+        mbarrier.init(full.index(c), count=LOADS)
+        mbarrier.init(empty.index(c), count=READERS)
+    return full, empty
 
 
 @gluon.jit

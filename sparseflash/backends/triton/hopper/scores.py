@@ -16,9 +16,9 @@ pairs are loaded without conversion, a tile a step.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.device_functions.softmax import LN2
+from sparseflash.backends.triton.hopper.record import barriers
 
 # The steepest slope for two parts, in powers of 2 a token. Over 128 tokens the rounding of a part is 2^-13.
 STEEPEST = gl.constexpr(16.0)
@@ -138,11 +138,7 @@ def pair_buffers(pairs_desc, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: g
     dtype: gl.constexpr = pairs_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     pair_s = gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(COUNT):
-        mbarrier.init(full.index(c), count=1)
-        mbarrier.init(empty.index(c), count=THREADS)
+    full, empty = barriers(COUNT, THREADS)
     return pair_s, full, empty
 
 

@@ -147,8 +147,8 @@ def yields(request: Request) -> str | None:
     if not is_common(request.dims) and (what := _not_measured(request)):
         return f"they have not been measured {what} at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
     if backward:
-        is_small = _backward_tile(request) == SMALL and LIMITS.takes_small_backward(request.dims, request.dynamic)
-        is_small = is_small or _fills_tiles(request)
+        is_small = _backward_tile(request) == SMALL and min(dim, v_dim) >= LIMITS.backward_dim_small
+        is_small = (is_small and not request.dynamic) or _fills_tiles(request)
     else:
         is_small = request.block == SMALL and not is_64
     if min(request.block) < min(BLOCK) and not is_small:

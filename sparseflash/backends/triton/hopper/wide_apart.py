@@ -16,14 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.hopper.backward_items import header, items_of_program, part_of
 from sparseflash.backends.triton.hopper.gluon_api import local_mma_wait
+from sparseflash.backends.triton.hopper.record import barriers
 from sparseflash.backends.triton.hopper.scores import read_later
-from sparseflash.backends.triton.hopper.tiles import (
-    ROWS,
-    bytes_of,
-    load_tile,
-    masked_keys,
-    tiles_of,
-)
+from sparseflash.backends.triton.hopper.tiles import ROWS, bytes_of, load_tile, masked_keys, tiles_of
 from sparseflash.backends.triton.hopper.wide_steps import (
     OF_GROUP,
     load_dout,
@@ -248,22 +243,9 @@ def wide_apart_kernel(
     )
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)  # with -lse and -delta
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # keys, values
-    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
-    for c in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=2 * OF_GROUP)
-    for c in gl.static_range(DOUT_STAGES):
-        mbarrier.init(dout_full.index(c), count=1)
-        mbarrier.init(dout_empty.index(c), count=2 * OF_GROUP)
-    for c in gl.static_range(2):
-        mbarrier.init(kv_full.index(c), count=1)
-        mbarrier.init(kv_empty.index(c), count=OF_GROUP)
+    q_full, q_empty = barriers(Q_STAGES, 2 * OF_GROUP)  # with -lse and -delta
+    dout_full, dout_empty = barriers(DOUT_STAGES, 2 * OF_GROUP)
+    kv_full, kv_empty = barriers(2, OF_GROUP)  # keys, values
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
     rests_s = (q_rest_s, dout_rest_s, k_rest_s, v_rest_s)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty)

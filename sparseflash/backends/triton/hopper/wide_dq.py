@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.hopper.configs import WIDE_KEYS
 from sparseflash.backends.triton.hopper.gluon_api import local_mma_wait
+from sparseflash.backends.triton.hopper.record import barriers
 from sparseflash.backends.triton.hopper.tiles import (
     ROWS,
     block_at,
@@ -192,20 +193,11 @@ def wide_dq_kernel(
         q_rest_s, k_rest_s = tiles_of(dtype, GROUPS, ROWS, D_REST), tiles_of(dtype, STAGES, KEYS, D_REST)
     if DV_REST > 0:
         v_rest_s, dout_rest_s = tiles_of(dtype, V_STAGES, KEYS, DV_REST), tiles_of(dtype, GROUPS, ROWS, DV_REST)
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    rows_full = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # queries, dout
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BAR)
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], BAR)
+    rows_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # queries, dout
     for c in gl.static_range(2):
         mbarrier.init(rows_full.index(c), count=1)
-    for c in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(c), count=1)
-        mbarrier.init(k_empty.index(c), count=GROUPS * OF_GROUP)
-    for c in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(c), count=1)
-        mbarrier.init(v_empty.index(c), count=GROUPS * OF_GROUP)
+    k_full, k_empty = barriers(STAGES, GROUPS * OF_GROUP)
+    v_full, v_empty = barriers(V_STAGES, GROUPS * OF_GROUP)
     tiles_s, rests_s = (q_s, k_s, v_s, dout_s), (q_rest_s, k_rest_s, v_rest_s, dout_rest_s)
     bars = (rows_full, k_full, k_empty, v_full, v_empty)
     descriptors = (q_desc, k_desc, v_desc, dout_desc, q_rest_desc, k_rest_desc, v_rest_desc, dout_rest_desc)

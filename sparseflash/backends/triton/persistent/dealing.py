@@ -11,13 +11,7 @@ import triton.language as tl
 
 from sparseflash.backends.triton.persistent.backward_plan import HALVES_APART, LAST_ROUNDS
 from sparseflash.backends.triton.schedule.longest_first import size_of, some_items
-from sparseflash.backends.triton.schedule.work_item import (
-    CUT_FIRST_PART,
-    CUT_ITEM,
-    CUT_NUMBER,
-    CUT_PARTS,
-    CUT_UNUSED,
-)
+from sparseflash.backends.triton.schedule.work_item import CUT_FIRST_PART, CUT_ITEM, CUT_NUMBER, CUT_PARTS, CUT_UNUSED
 
 # A program is one number, from the high bits on: its load, 31 bits; its number, as many bits as PADDED needs; its
 # number of items, COUNT_BITS. So sorting finds the program with the least load, the first among equals. There may be

@@ -31,18 +31,10 @@ _ORDERS = tl.constexpr(4)
 
 @triton.jit(
     do_not_specialize=[
-        "batch_stride",
-        "head_stride",
-        "heads",
-        "rows",
-        "tiles",
-        "programs",
-        "shortest",
-        "quarters",
-        "few",
+        "batch_stride", "head_stride", "heads", "rows", "tiles", "programs", "shortest", "quarters", "few",
     ],
     do_not_specialize_on_alignment=["pattern_ptr", "counted_ptr"],
-)
+)  # fmt: skip
 def chain_kernel(
     pattern_ptr, counted_ptr, made_ptr,  # int32 [B, Hq], [P * rows], [2, tiles + 1]
     cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
@@ -176,9 +168,7 @@ def timeline_kernel(
             tl.store(cell_ptr + at, head * rows + row, mask=entry < count)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "heads", "span", "programs"],
-)
+@triton.jit(do_not_specialize=["rows", "heads", "span", "programs"])
 def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
     """Counts the entries that meet others at the same time, for every order and head: int32 `[orders, heads]`."""
     lane = tl.arange(0, PADDED)

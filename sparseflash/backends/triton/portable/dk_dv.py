@@ -8,14 +8,7 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, At
-from sparseflash.backends.triton.changes.steps import (
-    begun,
-    changed_scores,
-    finish,
-    gradients_before,
-    loaded,
-    no_sums,
-)
+from sparseflash.backends.triton.changes.steps import begun, changed_scores, finish, gradients_before, loaded, no_sums
 from sparseflash.backends.triton.device_functions.fp32_split import accumulate, products
 from sparseflash.backends.triton.device_functions.gradients import lse_gradients, write_gradients
 from sparseflash.backends.triton.device_functions.loads import (

@@ -18,17 +18,14 @@ from sparseflash.limits import check_count
 
 def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
     """The lists of rows in tiles of `mask.block_q x streamed` scores, each with the row's next few blocks of keys."""
-    parts, narrow = streamed // mask.block_k, mask.block_k < bitmask.WORD
+    parts = streamed // mask.block_k
     known = bitmask.choices(mask.bits, mask.block_k)
-
-    def joined(some: Tensor) -> Tensor:
-        words = known[some].transpose(1, 2)  # [C, block_q, parts, W]
-        if narrow:  # two pieces of 16 keys per word
-            words = words[..., 0::2, :] | (words[..., 1::2, :] << 16)
-        return words.flatten(1)
-
     grouped = _group(mask.indptr, mask.indices, mask.tile, parts, past=mask.blocks[1], dead=len(known) - 1)
-    return _lists(grouped, joined, known[0].numel() * parts, Tiling(mask.block_q, streamed, mask.block_k))
+    tiling = Tiling(mask.block_q, streamed, mask.block_k)
+    return _lists(
+        grouped, lambda some: bitmask.side_by_side(known[some], mask.block_k).flatten(1), known[0].numel() * parts,
+        tiling,
+    )  # fmt: skip
 
 
 def gathered_queries(mask: BlockMask, streamed: int) -> TileLists:

@@ -41,14 +41,8 @@ def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
             f"index must list at most {MOST_CHOICES} tokens of a query for the triton backend; got {choices}. Use "
             "attention with a mask."
         )
-    check_count(
-        "batch x key heads x queries x tiles of heads",
-        k.shape[0],
-        k.shape[1],
-        q.shape[2],
-        group,
-        remedy="Split the batch.",
-    )
+    sizes = *k.shape[:2], q.shape[2], group
+    check_count("batch x key heads x queries x tiles of heads", *sizes, remedy="Split the batch.")
 
 
 def sorted_lists(index: Tensor, k_len: int, causal: bool) -> Chosen:

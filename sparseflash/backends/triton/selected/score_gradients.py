@@ -10,12 +10,7 @@ import triton.language as tl
 from sparseflash.backends.triton.device_functions.delta import means_step
 from sparseflash.backends.triton.device_functions.softmax import LOG2E, recomputed_weights, score_gradients
 from sparseflash.backends.triton.selected.forward import SIZES, values_of
-from sparseflash.backends.triton.selected.loads import (
-    columns,
-    listed_tokens,
-    place_of_program,
-    token_offsets,
-)
+from sparseflash.backends.triton.selected.loads import columns, listed_tokens, place_of_program, token_offsets
 from sparseflash.backends.triton.selected.pieces import load_pieces, scores_of
 
 MOST_TOKENS = tl.constexpr(64)  # of a tile that reads the gradients of scores

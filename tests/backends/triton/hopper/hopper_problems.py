@@ -9,13 +9,7 @@ import torch
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import (
-    backward_pass,
-    choices,
-    forward_pass,
-    passes,
-    wide_pass,
-)
+from sparseflash.backends.triton.hopper import backward_pass, choices, forward_pass, passes, wide_pass
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import wide_apart as wide_apart_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module

@@ -1,4 +1,4 @@
-"""Moves of tokens between ranks; their gradients take the way back."""
+"""Moves of tokens, between ranks or to other places; their gradients take the way back."""
 
 from __future__ import annotations
 
