@@ -37,20 +37,19 @@ the column shows another setting: its dense model, and in brackets its sparse mo
 
 """
 LIMITS = """
-**The averages do not say that these models are better than Mega.** Mega was tested on the arena's files, by the
-arena's rules, without this extra help; our figures are mostly one run each. The first average is above Mega's because
-of ListOps alone, where the model is told how the expression is nested and is trained on the value of every nested
-expression.
+**The averages do not compare these models with Mega.** Mega was tested on the arena's files, by the arena's rules,
+without this extra help, and on retrieval; our figures are mostly one run each. In ListOps ours is told how the
+expression is nested, and trained on the value of every nested expression.
 
-What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; where it has no sparse
-figure, no transformer has been trained on it. The sparse Pathfinder-32 model in brackets shared its GPU, and took half
-as many steps as the dense one. Images are from JPEG, quality 75. ListOps, Pathfinder-32 and Path-X come from rewritten
-generators with the arena's parameters. Settings were changed after test results of earlier settings were known. The
-extra help differs from row to row, so two rows compare two masks only if all else in them is equal. The models of
-`best` also contain convolutions; networks of convolutions alone were trained on {cnn}. In Path-X,
-`block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage, about 0.8 million different ones;
-[the table of Path-X](../pathx/table.md) has the settings of its other rows. Further runs of 24 November are in
-accuracies.jsonl and runs.jsonl.
+What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; no transformer or CNN has
+learned it yet. Of the dense run on text only the log was kept. The sparse Pathfinder-32
+model in brackets shared its GPU, and took half as many steps as the dense one. Images are from JPEG, quality 75.
+ListOps, Pathfinder-32 and Path-X come from rewritten generators with the arena's parameters. Settings were changed
+after test results of earlier settings were known. The extra help differs from row to row, so two rows compare two masks
+only if all else in them is equal. The models of `best` also contain convolutions; networks of convolutions alone were
+trained on {cnn}. In Path-X, `block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage,
+about 0.8 million in all; [its table](../pathx/table.md) has the other settings. More runs: accuracies.jsonl,
+runs.jsonl.
 
 """
 
