@@ -57,7 +57,7 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor, places: Tensor | None = None) -> None:
         """Adds the keys and values of new tokens, `[B, Hkv, N, D]`, of the cache's dtype and on its device.
 
-        places: what `next_places` gives, for callers that have it already.
+        places: of the tokens, int64 `[N]`, if the caller has them already; by default those after the last token.
         """
         for name, x in (("k", k), ("v", v)):
             if dense_tensor(x, name).dtype != self.k.dtype:

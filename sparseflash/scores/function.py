@@ -115,19 +115,19 @@ def _check_leaves(result: Tensor, leaves: Sequence[Tensor]) -> None:
         rest += [each for each, _ in node.next_functions]
 
 
-def _check_arguments(given: Any, tensors: int) -> None:
+def _check_arguments(name: str, given: Any, tensors: int) -> None:
     try:
-        signature = inspect.signature(given)
+        signature = inspect.signature(given, follow_wrapped=False)  # of what is called, not of what it wraps
     except (TypeError, ValueError):  # some C functions have no known signature; what is no function has none
         if callable(given):
             return
-        raise TypeError(f"derivative must be a function; got {type(given).__name__}.") from None
+        raise TypeError(f"the {name} must be a function; got {type(given).__name__}.") from None
     try:
         signature.bind(*[None] * (5 + tensors))
     except TypeError:
         raise TypeError(
-            f"the function must take (score, b, h, q, k) and then each of the {tensors} tensors that follow it; got a "
-            f"function of {signature}."
+            f"the {name} must take {5 + tensors} arguments: score, b, h, q, k, and then every tensor that follows the "
+            f"function; got a function of {signature}."
         ) from None
 
 
@@ -192,9 +192,9 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    functions = () if torch.compiler.is_compiling() else (change,) if derivative is None else (change, derivative)
-    for each in functions:
-        _check_arguments(each, len(tensors))
+    for name, each in () if torch.compiler.is_compiling() else (("function", change), ("derivative", derivative)):
+        if each is not None or name == "function":
+            _check_arguments(name, each, len(tensors))
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
                 raise ValueError(_CAPTURED)

@@ -82,7 +82,8 @@ class Frame(NamedTuple):
         """One token after those in the cache: keys are the whole cache, with room past the token.
 
         Its place is read on the device, and nothing on the host. All sequences are equally long. The bounds are of a
-        document that ends with the token. Several layers whose caches are equally long can share the frame.
+        document that ends with the token. Several layers can share the frame if their caches are equally long and have
+        the same capacity.
         """
         lengths = cache.lengths + 1
         bounds = torch.nn.functional.pad(lengths[:1], (1, 0)).unsqueeze(1)

@@ -1,3 +1,4 @@
+import functools
 import re
 
 import pytest
@@ -48,17 +49,17 @@ ROWS = torch.ones(4)
         (
             lambda: scores.function(lambda s, h, q, k: s),
             TypeError,
-            "must take (score, b, h, q, k) and then each of the 0 tensors that follow it; got a function of (s, h, q,",
+            "the function must take 5 arguments: score, b, h, q, k, and then every tensor that follows the function",
         ),
         (
             lambda: scores.function(lambda s, b, h, q, k: s, ROWS),
             TypeError,
-            "each of the 1 tensors that follow it; got a function of (s, b, h, q, k)",
+            "must take 6 arguments: score, b, h, q, k, and then every tensor that follows the function; got a",
         ),
         (
             lambda: scores.function(lambda s, *places: s, derivative=lambda s: s),
             TypeError,
-            "each of the 0 tensors that follow it; got a function of (s)",
+            "the derivative must take 5 arguments: score, b, h, q, k, and then every tensor that follows the function",
         ),
         (
             lambda: scores.function(lambda s, *places: s, derivative=1.0),
@@ -154,3 +155,16 @@ def test_a_function_must_not_capture_what_is_learned():
     gain = torch.ones(2, requires_grad=True)
     with pytest.raises(ValueError, match="must not capture tensors that require gradients"):
         scores.function(lambda score, b, h, q, k: score * gain[h])
+
+
+def test_a_function_is_judged_by_what_it_takes_not_by_what_it_wraps():
+    def plain(score, q, k):
+        return score - (q - k).abs()
+
+    @functools.wraps(plain)
+    def wrapping(score, b, h, q, k):
+        return plain(score, q, k)
+
+    x = torch.randn(1, 1, 5, 16)
+    wrapped, direct = (scores.function(each) for each in (wrapping, lambda s, b, h, q, k: s - (q - k).abs()))
+    assert torch.equal(attention(x, x, x, scores=wrapped), attention(x, x, x, scores=direct))

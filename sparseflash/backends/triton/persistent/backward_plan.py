@@ -21,7 +21,8 @@ depends on how realistic the times are.
 tests/backends/triton/hopper/reference_plan.py. Without a GPU, where `explain` asks for no more, step 1 is all that is
 done: `items_alone`.
 
-The order of additions, and so the last bits of dq, depends on the mask and the numbers of programs and heads alone.
+The order of additions, and so the last bits of dq, depends on the mask, the numbers of programs and heads and, where
+there are lengths, on these (`within_lengths.py`) alone.
 """
 
 from __future__ import annotations

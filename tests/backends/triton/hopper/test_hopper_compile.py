@@ -28,6 +28,7 @@ PAIRS = [["bias"], ["bias", "learned"], ["bias", "sink", "learned", "dead", "len
          ["tile_bias", "learned", "dead"], ["tile_bias", "sink", "learned", "lengths", "parts"]]  # fmt: skip
 OURS = {"forward_kernel", "begin_kernel", "backward_kernel", "finish_kernel"}
 PREPARING = {"table": "entries_kernel", "key_bias": "biases_kernel", "dead": "clear_kernel"}
+WITHIN_LENGTHS = {"count_kernel", "time_kernel", "keep_kernel", "rank_kernel"}
 MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
 
@@ -167,6 +168,8 @@ def check_all(reports, dim, features):
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
     if "tile_bias" in features:  # dead tiles are not stored
         preparing -= {"clear_kernel"}
+    if "lengths" in features:
+        preparing |= WITHIN_LENGTHS
     names = {name.removesuffix(", second") for name in reports}
     assert names == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:
