@@ -42,14 +42,13 @@ without this extra help, and on retrieval; our figures are mostly one run each. 
 expression is nested, and trained on the value of every nested expression.
 
 What the tables do not show: `books-matching` replaces retrieval and is not the arena's task; no transformer or CNN has
-learned it yet. Of the dense run on text only the log was kept. The sparse Pathfinder-32
-model in brackets shared its GPU, and took half as many steps as the dense one. Images are from JPEG, quality 75.
-ListOps, Pathfinder-32 and Path-X come from rewritten generators with the arena's parameters. Settings were changed
-after test results of earlier settings were known. The extra help differs from row to row, so two rows compare two masks
-only if all else in them is equal. The models of `best` also contain convolutions; networks of convolutions alone were
-trained on {cnn}. In Path-X, `block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage,
-about 0.8 million in all; [its table](../pathx/table.md) has the other settings. More runs: accuracies.jsonl,
-runs.jsonl.
+learned it yet. Of the dense run on text only the log was kept. The sparse Pathfinder-32 model in brackets shared its
+GPU, and took half as many steps as the dense one. Images are from JPEG, quality 75. ListOps, Pathfinder-32 and Path-X
+come from rewritten generators with the arena's parameters. Settings were changed after test results of earlier settings
+were known. The extra help differs from row to row, so two rows compare two masks only if all else in them is equal. The
+models of `best` also contain convolutions; networks of convolutions alone were trained on {cnn}. In
+Path-X, `block-sparse-2080000-drawings` drew from 160,000 images of each length in each stage, about 0.8 million in all;
+[its table](../pathx/table.md) has the other settings. More runs: accuracies.jsonl, runs.jsonl.
 
 """
 
