@@ -192,9 +192,9 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    for name, each in () if torch.compiler.is_compiling() else (("function", change), ("derivative", derivative)):
-        if each is not None or name == "function":
-            _check_arguments(name, each, len(tensors))
+    functions = {"function": change} if derivative is None else {"function": change, "derivative": derivative}
+    for name, each in () if torch.compiler.is_compiling() else functions.items():
+        _check_arguments(name, each, len(tensors))
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
                 raise ValueError(_CAPTURED)

@@ -118,8 +118,8 @@ def _planned(
         items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,
         moment, added, work, listed, *place, items, programs, heads, keys, rules._CLEARLY,
     )  # fmt: skip
-    kernels.rank.start(tiles, made[0], made[1], cursor, moment, added, listed)
     first_made, first_chain = made
+    kernels.rank.start(tiles, first_made, first_chain, cursor, moment, added, listed)
     return BackwardPlan(
         start[: programs + 1], work, listed, first_made, first_chain, words, chains, merged[:cut], parts_cut
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Leaves out what lies past the lengths of a call from a plan of the Hopper backward, which does not know the lengths.
 
-A batch padded to twice its mean length has a quarter of the live tiles. Items stay with their programs, and entries in
-their order. But their times are earlier, so the additions to a tile of queries are ordered anew, by the same rule: by
-time, and at the same time by the number of the program. So the kernel cannot deadlock (`hopper/backward.py`), and waits
-no longer than with a plan for these lengths. After these kernels, `timeline.rank_kernel` ranks the additions.
+Of a dense mask, sequences of half the padded length leave a quarter of the tiles. Entries keep their order, but come
+earlier than planned, so the additions to a tile of queries are ordered anew, by the same rule: by time, and at the same
+time by the number of the program. So the kernel cannot deadlock (`hopper/backward.py`). Items stay with their programs,
+which may then have unequal work. After these kernels, `timeline.rank_kernel` ranks the additions.
 """
 
 import triton
@@ -21,7 +21,7 @@ from sparseflash.backends.triton.persistent.backward_plan import (
 )
 
 AT_ONCE = tl.constexpr(128)  # entries of an item, or items of a program, that are read at a time
-MOST_PROGRAMS = tl.constexpr(512)
+MOST_PROGRAMS = tl.constexpr(512)  # as in dealing.py
 _FIELDS = tl.constexpr(triton.next_power_of_2(ITEM.value))
 
 
